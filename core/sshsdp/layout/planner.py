@@ -30,7 +30,11 @@ class RegionRequest:
 
 
 def plan_address_space(
-    requests: Sequence[RegionRequest], *, num_shards: int, alignment: int
+    requests: Sequence[RegionRequest],
+    *,
+    num_shards: int,
+    alignment: int,
+    num_update_slices: int = 1,
 ) -> AddressSpace:
     """Lay parameters out one after another.
 
@@ -39,16 +43,17 @@ def plan_address_space(
         num_shards: Size of the ``shard`` mesh dimension.
         alignment: Every region and every shard starts at a multiple of this many elements, so that
             kernels read aligned addresses.
+        num_update_slices: Into how many equal update shards each shard is cut again.
 
     Returns:
-        The address space; its size is a multiple of ``num_shards * alignment``.
+        The address space; its size is a multiple of ``num_shards * num_update_slices * alignment``.
     """
     regions = []
     cursor = 0
     for request in sorted(requests, key=lambda request: request.order):
         regions.append(Region(name=request.name, start=cursor, shape=request.shape))
         cursor = _round_up(cursor + math.prod(request.shape), alignment)
-    numel = _round_up(cursor, num_shards * alignment)
+    numel = _round_up(cursor, num_shards * num_update_slices * alignment)
     return AddressSpace(regions=tuple(regions), numel=numel, num_shards=num_shards)
 
 

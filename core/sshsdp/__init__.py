@@ -1,0 +1,27 @@
+"""SS-HSDP: sharded data parallelism with runtime parameters and update parameters laid out apart.
+
+Example:
+    >>> import sshsdp, torch  # doctest: +SKIP
+    >>> engine = sshsdp.shard(model)  # doctest: +SKIP
+    >>> optimizer = engine.attach(torch.optim.AdamW(model.parameters(), lr=3e-4))  # doctest: +SKIP
+"""
+
+from sshsdp.engine.build import shard
+from sshsdp.engine.engine import Engine, UpdateParameter
+from sshsdp.formats.dense import DenseFormat
+from sshsdp.optim.granularity import register_optimizer
+from sshsdp.policies import RuntimePolicy, UpdatePolicy
+from sshsdp.stats import Stats
+
+__all__ = [
+    "DenseFormat",
+    "Engine",
+    "RuntimePolicy",
+    "Stats",
+    "UpdateParameter",
+    "UpdatePolicy",
+    "register_optimizer",
+    "shard",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The engine: buffers, unit state machine, collectives, hooks and zero-copy gradients."""

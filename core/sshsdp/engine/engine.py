@@ -1,0 +1,390 @@
+"""The engine: what a user holds after `sshsdp.shard`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from sshsdp.engine.gradients import install_rules, remove_rules
+from sshsdp.engine.hooks import ModuleHooks
+from sshsdp.engine.schedule import Orders, Schedule
+from sshsdp.engine.watch import ModelWatch
+from sshsdp.engine.whole import WholeModel
+from sshsdp.layout.layout import Layout, UnitLayout
+from sshsdp.layout.planner import RegionRequest, plan_address_space
+from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
+from sshsdp.optim.clipping import clip_by_norm, total_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from sshsdp.engine.collectives import CollectiveRecord
+    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space import ShardedSpace
+    from sshsdp.engine.topology import Topology
+    from sshsdp.engine.unit import Unit
+    from sshsdp.policies import RuntimePolicy, UpdatePolicy
+    from sshsdp.stats import Stats
+
+__all__ = ["Engine", "UpdateParameter"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateParameter:
+    """This rank's part of one parameter's update state.
+
+    Attributes:
+        name: FQN of the parameter.
+        shape: Its original shape.
+        start: First element of the part, in row-major order of the parameter.
+        tensor: The values: 1-D, update dtype, a view of the update shard. May be empty.
+        grad: The averaged gradient of the same elements, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    grad: torch.Tensor | None
+
+
+class Engine(WholeModel):
+    """Runs a sharded model; made by `sshsdp.shard`.
+
+    Example:
+        >>> engine = sshsdp.shard(model)  # doctest: +SKIP
+        >>> optimizer = engine.attach(torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
+        >>> model(batch).loss.backward()  # doctest: +SKIP
+        >>> engine.clip_grad_norm_(1.0)  # doctest: +SKIP
+        >>> optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        topology: Topology,
+        runtime: RuntimePolicy,
+        update: UpdatePolicy,
+        stats: Stats,
+    ) -> None:
+        """Hook the model. Use `sshsdp.shard` instead."""
+        self.model = model
+        self.topology = topology
+        self.runtime = runtime
+        self.update = update
+        self._stats = stats
+        self._last_stats = stats
+        self._bindings: list[OptimizerBinding] = []
+        self._schedule = Schedule(
+            units,
+            prefetch=runtime.prefetch,
+            reshard_after_forward=runtime.reshard_after_forward,
+            stats=stats,
+            agree_on_orders=self._agree_on_orders,
+            on_reduced=self._on_reduced,
+        )
+        for slot in self.slots:
+            slot.connect(self._schedule.enter_backward, self._schedule.note_unwanted_gradient)
+        self._watch = ModelWatch(model)
+        casts = runtime.dtype if runtime.cast_forward_inputs else None
+        self._hooks = ModuleHooks(
+            self._schedule, cast_inputs_to=casts, check_model=self._watch.check
+        )
+        self._ruled = install_rules(model)
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        refuse_unattached_optimizers()
+        stats.roll()
+        logger.info("%s", self.layout)
+
+    # What there is
+
+    @property
+    def units(self) -> list[Unit]:
+        """The communication units, the root first."""
+        return self._schedule.units
+
+    @property
+    def slots(self) -> list[ParameterSlot]:
+        """The managed parameters, unit by unit."""
+        return [slot for unit in self.units for slot in unit.slots]
+
+    @property
+    def spaces(self) -> list[ShardedSpace]:
+        """All address spaces, unit by unit."""
+        return [space for unit in self.units for space in unit.spaces]
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything lies; printable."""
+        return Layout(
+            units=tuple(
+                UnitLayout(
+                    name=unit.name,
+                    spaces=tuple(space.layout for space in unit.spaces),
+                    runtime_dtypes=tuple(space.runtime_dtype for space in unit.spaces),
+                    trainable=tuple(space.trainable for space in unit.spaces),
+                )
+                for unit in self.units
+            ),
+            num_shards=self.topology.num_shards,
+            num_replicas=self.topology.num_replicas,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the last whole optimizer step, or since the start if there was none."""
+        return self._last_stats
+
+    def update_parameters(self) -> Iterator[tuple[str, UpdateParameter]]:
+        """This rank's parts of all trainable parameters, empty ones left out."""
+        for space in self.spaces:
+            if not space.trainable:
+                continue
+            for piece, tensor in space.update_pieces():
+                yield (
+                    piece.name,
+                    UpdateParameter(
+                        name=piece.name,
+                        shape=piece.shape,
+                        start=piece.start,
+                        tensor=tensor,
+                        grad=space.gradient_of(piece),
+                    ),
+                )
+
+    @contextlib.contextmanager
+    def record_collectives(self) -> Iterator[list[CollectiveRecord]]:
+        """Collect every collective that this rank issues inside the context, in order."""
+        records: list[CollectiveRecord] = []
+        for collectives in self.topology.all():
+            collectives.recording = records
+        try:
+            yield records
+        finally:
+            for collectives in self.topology.all():
+                collectives.recording = None
+
+    # Optimizers and gradients
+
+    def attach(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> Any:
+        """Point an optimizer (or several) at the update parameters, in place.
+
+        Param groups keep their settings and their order; their ``params`` become flat local tensors,
+        one for each unit and group. After each ``step`` the new values are published to the runtime
+        shards. Collective when the param groups ask for another order of the parameters.
+
+        Args:
+            optimizer: Built from the model's parameters, before or after `sshsdp.shard`.
+
+        Returns:
+            ``optimizer``.
+
+        Raises:
+            ValueError: A group holds a tensor that is no parameter of the model, a parameter belongs to
+                an attached optimizer already, or the class is not known to work on flat pieces.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+        error: Exception | None = None
+        groups: list[list[list[ParameterSlot]]] = []
+        try:
+            self._watch.check()
+            groups = [check_groups(one, self.slots) for one in optimizers]
+            self._check_unbound(groups)
+        except Exception as caught:
+            error = caught
+        self._agree(
+            [
+                (f"group {index} of {type(one).__name__}", str([slot.name for slot in group]))
+                for one, its_groups in zip(optimizers, groups, strict=False)
+                for index, group in enumerate(its_groups)
+            ],
+            error,
+            "engine.attach()",
+        )
+        self._make_groups_contiguous([group for its_groups in groups for group in its_groups])
+        for one, its_groups in zip(optimizers, groups, strict=True):
+            self._bindings.append(OptimizerBinding(one, its_groups, self._on_step))
+        return optimizer
+
+    def _check_unbound(self, groups: list[list[list[ParameterSlot]]]) -> None:
+        bound = {slot for b in self._bindings for group in b.groups for slot in group}
+        for its_groups in groups:
+            for slot in [slot for group in its_groups for slot in group]:
+                if slot in bound and slot.space.trainable:
+                    raise ValueError(
+                        f"parameter {slot.name!r} belongs to an attached optimizer already"
+                    )
+                bound.add(slot)
+
+    def _make_groups_contiguous(self, groups: list[list[ParameterSlot]]) -> None:
+        label = {slot: index for index, group in enumerate(groups) for slot in group}
+        for space in self.spaces:
+            labels = [label.get(slot, len(groups)) for slot in space.slots]
+            num_runs = 1 + sum(a != b for a, b in zip(labels, labels[1:], strict=False))
+            if not space.trainable or space.update_tensors or num_runs == len(set(labels)):
+                continue
+            requests = [
+                RegionRequest(name=slot.name, shape=slot.shape, order=order)
+                for slot, order in zip(space.slots, labels, strict=True)
+            ]
+            space.rearrange(plan_address_space(requests, **space.planning))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of backwards inside the context without reducing them.
+
+        The unsharded gradients stay on this rank (in the reduce dtype) until a backward outside of the
+        context reduces their sum. Gradients add up over micro-batches and are averaged over ranks.
+        """
+        before = self._schedule.is_synchronizing
+        self._schedule.is_synchronizing = False
+        try:
+            yield
+        finally:
+            self._schedule.is_synchronizing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those accumulated under `no_sync` included.
+
+        Args:
+            set_to_none: Kept for ``nn.Module.zero_grad``'s signature; gradients are always dropped.
+        """
+        for space in self.spaces:
+            space.drop_gradients()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Collective: sends one number per mesh axis. Parameters without a gradient do not count.
+
+        Returns:
+            The total norm before clipping: a plain 0-d tensor, the same on every rank.
+
+        Raises:
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), or
+                no optimizer is attached.
+        """
+        tensors = self._tensors_with_gradients("clip_grad_norm_")
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        axes = [self.topology.reduce]
+        if self.topology.num_update_slices > 1:
+            axes.append(self.topology.replicate)
+        norm = total_norm(
+            gradients,
+            norm_type=float(norm_type),
+            foreach=foreach,
+            over=axes,
+            device=self.topology.device,
+        )
+        clip_by_norm(
+            tensors, max_norm, norm, error_if_nonfinite=error_if_nonfinite, foreach=foreach
+        )
+        return norm
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clip every gradient element to ``[-clip_value, clip_value]``. Local."""
+        tensors = self._tensors_with_gradients("clip_grad_value_")
+        torch.nn.utils.clip_grad_value_(tensors, clip_value, foreach=foreach)
+
+    def _tensors_with_gradients(self, caller: str) -> list[torch.Tensor]:
+        if not self._bindings:
+            raise RuntimeError(f"engine.{caller}() needs an attached optimizer: engine.attach(...)")
+        updates = [update for space in self.spaces for update in space.update_tensors]
+        return [u.tensor for u in updates if u.tensor.grad is not None and u.tensor.numel()]
+
+    def _on_step(self) -> None:
+        self._publish()
+        self._last_stats = self._stats.roll()
+
+    def _publish(self) -> None:
+        if self._schedule.is_pinned:
+            raise RuntimeError(
+                "optimizer.step() inside engine.unsharded(): the gathered parameters would not see the step. "
+                "Leave the context first"
+            )
+        self._schedule.free_all()
+        for space in self.spaces:
+            space.publish()
+
+    def _on_reduced(self) -> None:
+        """Agree on the parameters that no rank used, and let the optimizers skip them."""
+        slots = [slot for slot in self.slots if slot.space.trainable]
+        if not slots:
+            return
+        used = torch.tensor([slot.was_used for slot in slots], dtype=torch.int32)
+        flags = used.to(self.topology.device)
+        pending = self.topology.world.all_reduce(flags, "used parameters", dist.ReduceOp.MAX)
+        # Without waiting where nothing can be unused: this rank used them all.
+        if bool(used.all()):
+            self._unread_flags = pending
+            return
+        pending.wait()
+        unused = {slot.name for slot, flag in zip(slots, flags.tolist(), strict=True) if not flag}
+        for binding in self._bindings:
+            binding.drop_unused(unused)
+
+    def _agree_on_orders(self, seen: Orders) -> Orders:
+        index = {unit: position for position, unit in enumerate(self.units)}
+        mine = [[index[unit] for unit in seen_units] for seen_units in seen]
+        everyone: list[Any] = [None] * self.topology.world.size
+        dist.all_gather_object(everyone, mine, group=self.topology.world.group)
+        return Orders.merged(self.units, everyone)
+
+    # Whole parameters
+
+    @contextlib.contextmanager
+    def unsharded(self, writes: bool = False) -> Iterator[None]:
+        """Have every runtime parameter whole, on every rank, inside the context.
+
+        Collective on entry only (and on exit with ``writes``): inside, ranks may run the model, or
+        generate, as unevenly as they like.
+
+        Args:
+            writes: Take over what was changed: each rank keeps the elements that it owns, so all ranks
+                must have made the same changes.
+        """
+        if self._schedule.is_pinned:
+            raise RuntimeError("engine.unsharded() does not nest")
+        self._schedule.gather_all()
+        self._schedule.is_pinned = True
+        try:
+            yield
+            if writes:
+                for space in self.spaces:
+                    space.take_changes()
+        finally:
+            self._schedule.is_pinned = False
+            self._schedule.free_all()
+
+    def close(self) -> None:
+        """Remove all hooks and leave an ordinary model with whole parameters on every rank.
+
+        Collective. Parameters keep their identity and take the master values, cast to the runtime
+        dtype. Attached optimizers no longer train the model.
+        """
+        for binding in self._bindings:
+            binding.detach()
+        self._hooks.remove()
+        remove_rules(self._ruled)
+        self.model.__dict__.pop("zero_grad", None)
+        self._schedule.gather_all()
+        for slot in self.slots:
+            slot.release()

@@ -1,0 +1,74 @@
+"""Meta parameters and buffers: give them memory and their modules' initial values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sshsdp.engine.slots import ParameterSlot
+
+__all__ = ["holds_meta", "materialize"]
+
+
+def holds_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of the model is on the meta device."""
+    return any(t.is_meta for t in model.parameters()) or any(t.is_meta for t in model.buffers())
+
+
+def materialize(
+    model: nn.Module, modules: Sequence[nn.Module], slots: Sequence[ParameterSlot], device: torch.device
+) -> None:
+    """Allocate the meta tensors that ``modules`` hold directly and initialise those modules.
+
+    A module is initialised by its ``reset_parameters()``, or by the ``_init_weights(module)`` of the
+    nearest enclosing module that has one (transformers' models). Parameter objects stay the same.
+
+    Raises:
+        ValueError: A module has meta tensors and no way to initialise them.
+    """
+    touched = []
+    for slot in slots:
+        if slot.parameter.is_meta:
+            _give_memory(slot.parameter, device)
+            touched += [module for module, _ in slot.holders]
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+                touched.append(module)
+    for module in dict.fromkeys(touched):
+        with torch.no_grad():
+            _initializer(model, module)()
+
+
+def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
+    attributes = dict(parameter.__dict__)
+    empty = nn.Parameter(
+        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+    )
+    torch.utils.swap_tensors(parameter, empty)
+    parameter.__dict__.update(attributes)
+
+
+def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any]:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        return lambda: reset()
+    names = {inner: name for name, inner in model.named_modules()}
+    name = names[module]
+    while True:
+        init_weights = getattr(model.get_submodule(name), "_init_weights", None)
+        if init_weights is not None:
+            return lambda: init_weights(module)
+        if not name:
+            break
+        name = name.rpartition(".")[0]
+    raise ValueError(
+        f"module {names[module]!r} ({type(module).__name__}) has parameters or buffers on the meta device and "
+        "no reset_parameters() to initialise them: add one, or build the model on a real device"
+    )

@@ -1,0 +1,364 @@
+"""Which unit is gathered, freed and reduced when.
+
+Note: one order on every rank. Gathers and reductions are issued in an order that does not depend on
+what a rank computes. A rank that skips a unit still gathers (and at once frees) it where its turn is,
+and reduces zeros for it, so ranks that use different parameters stay in step. The order starts as the
+order of registration; after the first backward, the order in which units were really used is taken
+from rank 0, for all ranks. It never decides *whether* a unit with trainable parameters takes part.
+
+Forward walks through the units once per call of the root module, backward once per such call whose
+graph is reached. Units called out of turn (a second time, or outside of the root module) are gathered
+on demand, which all ranks must then do alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from sshsdp.engine.unit import UnitState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sshsdp.engine.unit import Unit
+    from sshsdp.stats import Stats
+
+__all__ = ["Orders", "Schedule"]
+
+
+class Orders:
+    """The orders in which units are gathered in forward and backward, and reduced."""
+
+    def __init__(self, forward: list[Unit], backward: list[Unit], reduction: list[Unit]) -> None:
+        """Take three orders of the same units."""
+        self.forward = forward
+        self.backward = backward
+        self.reduction = reduction
+
+    def __iter__(self) -> Iterator[list[Unit]]:
+        """Forward, backward, reduction."""
+        return iter((self.forward, self.backward, self.reduction))
+
+    @classmethod
+    def of_registration(cls, units: Sequence[Unit]) -> Orders:
+        """Units as the model registers them, root first; backwards in backward."""
+        return cls(list(units), list(reversed(units)), list(reversed(units)))
+
+    @classmethod
+    def merged(cls, units: Sequence[Unit], seen: Sequence[Sequence[Sequence[int]]]) -> Orders:
+        """Rank 0's order, then what only other ranks used, then what nobody used.
+
+        Args:
+            units: All units.
+            seen: For every rank, the indices of the units seen in forward, backward and reduction.
+        """
+        merged = []
+        for phase, default in enumerate(cls.of_registration(units)):
+            indices = [index for by_rank in seen for index in by_rank[phase]]
+            order = list(dict.fromkeys(units[index] for index in indices))
+            merged.append(order + [unit for unit in default if unit not in order])
+        forward, backward, reduction = merged
+        # Frozen units in front of the first trainable one need no gather in backward.
+        reached = {units[index] for by_rank in seen for index in by_rank[1]}
+        backward = [unit for unit in backward if unit in reached or unit.trainable_spaces]
+        return cls(forward, backward, reduction)
+
+
+class _Walk:
+    """One pass over the units in a fixed order."""
+
+    def __init__(self, order: list[Unit]) -> None:
+        self.order = order
+        self.position = {unit: index for index, unit in enumerate(order)}
+        self.next = len(order)
+        self.ahead: list[Unit] = []
+
+    def start(self, num_ahead: int) -> None:
+        """Start gathering the next units before they are needed."""
+        for unit in self.order[self.next : self.next + num_ahead]:
+            if unit.state is UnitState.SHARDED:
+                unit.gather()
+                self.ahead.append(unit)
+            self.next += 1
+
+    def advance_to(self, unit: Unit, prefetch: int, free_skipped: bool) -> None:
+        """Have ``unit``, after every unit whose turn is before it, and look ahead."""
+        position = self.position.get(unit, -1)
+        if position >= self.next:
+            self.start(position + 1 - self.next)
+        if unit in self.ahead:
+            self.ahead.remove(unit)
+        self.drop_ahead(position, free_skipped)
+        unit.wait()
+        if 0 <= position < self.next:
+            self.start(max(position + 1 + prefetch - self.next, 0))
+
+    def drop_ahead(self, position: int, free_skipped: bool) -> None:
+        """Let go of units that were gathered in front of ``position`` and not used."""
+        for unit in [unit for unit in self.ahead if self.position[unit] < position]:
+            self.ahead.remove(unit)
+            if free_skipped:
+                unit.free()
+
+    def finish(self, free_skipped: bool) -> None:
+        """Gather and let go of all that is left."""
+        while self.next < len(self.order):
+            self.start(1)
+            self.drop_ahead(self.next, free_skipped)
+        self.drop_ahead(self.next, free_skipped)
+
+
+class Schedule:
+    """Drives the units through forward and backward; the hooks in `hooks` call it.
+
+    Attributes:
+        is_synchronizing: Whether backward ends in reductions (False under ``no_sync``).
+        is_pinned: All units stay gathered (``unsharded()``).
+        pass_id: Number of the current (or last) call of the root module.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        prefetch: int,
+        reshard_after_forward: bool,
+        stats: Stats,
+        agree_on_orders: Callable[[Orders], Orders],
+        on_reduced: Callable[[], None],
+    ) -> None:
+        """Start with the order of registration.
+
+        Args:
+            units: All units, root first.
+            prefetch: Units gathered ahead.
+            reshard_after_forward: Free units after their forward.
+            stats: Where peaks are noted.
+            agree_on_orders: Collective; gets the orders seen on this rank.
+            on_reduced: Called when all gradients of a backward are reduced.
+        """
+        self.units = list(units)
+        self.is_synchronizing = True
+        self.is_pinned = False
+        self.pass_id = 0
+        self._prefetch = prefetch
+        self._reshard_after_forward = reshard_after_forward
+        self._stats = stats
+        self._agree_on_orders = agree_on_orders
+        self._on_reduced = on_reduced
+        self._use(Orders.of_registration(self.units))
+        self._seen: Orders | None = Orders([], [], [])
+        self._agreed: Orders | None = None
+        self._pass_depth = 0
+        self._pass_has_grad = False
+        self._in_backward = False
+        self._swept_pass: int | None = None
+        self._num_reduced = 0
+        self._in_flight: list[Unit] = []
+        self._gradients_unwanted = False
+
+    def _use(self, orders: Orders) -> None:
+        self._forward = _Walk(orders.forward)
+        self._backward = _Walk(orders.backward)
+        self._reduction = [unit for unit in orders.reduction if unit.trainable_spaces]
+
+    # Forward
+
+    def open_pass(self) -> None:
+        """The root module's forward begins."""
+        self._pass_depth += 1
+        if self._pass_depth > 1:
+            return
+        if self._in_backward:
+            self._abandon_backward()
+        if self._agreed is not None:
+            self._use(self._agreed)
+            self._agreed = None
+        self.pass_id += 1
+        self._pass_has_grad = torch.is_grad_enabled()
+        self._forward.next = 0
+
+    def close_pass(self) -> None:
+        """The root module's forward is over, or has raised."""
+        self._pass_depth = max(self._pass_depth - 1, 0)
+        if self._pass_depth == 0 and not self.is_pinned:
+            self._forward.finish(self._reshard_after_forward)
+
+    def before_forward(self, unit: Unit, *, is_recompute: bool) -> None:
+        """Have the unit's parameters; start the next one's gather."""
+        if unit.state is UnitState.GATHERED and self.is_pinned:
+            return
+        if is_recompute:
+            self._advance_backward(unit)
+        else:
+            self._note(unit, "forward")
+            self._forward.advance_to(unit, self._prefetch, self._reshard_after_forward)
+        if self._pass_has_grad and not torch.is_grad_enabled() and not is_recompute:
+            unit.num_expected_recomputes += 1
+        self.note_peaks()
+
+    def after_forward(self, unit: Unit) -> None:
+        """Free the unit, if the policy says so."""
+        keeps = not self._reshard_after_forward or (
+            torch.is_grad_enabled() and (unit.is_root or unit.kept_for_backward)
+        )
+        if not keeps and not self.is_pinned:
+            unit.free()
+
+    # Backward
+
+    def enter_backward(self) -> None:
+        """Note that a backward runs, and have `_end_backward` called at its end."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._num_reduced = 0
+        self._gradients_unwanted = False
+        self._begin_gradient_window()
+        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _begin_gradient_window(self) -> None:
+        # With no gradient waiting for the optimizer, what was used before is stepped or discarded.
+        spaces = [space for unit in self.units for space in unit.trainable_spaces]
+        if any(u.tensor.grad is not None for space in spaces for u in space.update_tensors):
+            return
+        for space in spaces:
+            for slot in space.slots:
+                slot.was_used = slot.was_written
+
+    def note_unwanted_gradient(self) -> None:
+        """This backward is a ``torch.autograd.grad`` that does not ask for some parameter."""
+        self._gradients_unwanted = True
+
+    def before_backward(self, unit: Unit, pass_id: int) -> None:
+        """Have the unit's parameters for its backward; start the next one's gather."""
+        self.enter_backward()
+        self._note(unit, "backward")
+        if self._swept_pass != pass_id:
+            if self._swept_pass is not None:
+                self._backward.finish(free_skipped=True)
+            self._swept_pass = pass_id
+            self._backward.next = 0
+        self._advance_backward(unit)
+        self.note_peaks()
+
+    def _advance_backward(self, unit: Unit) -> None:
+        if not self.is_pinned:
+            self._backward.advance_to(unit, self._prefetch, free_skipped=True)
+
+    def after_backward(self, unit: Unit) -> None:
+        """The backward of one of the unit's calls is over: free it, and reduce what is complete."""
+        self.enter_backward()
+        unit.num_pending_backwards -= 1
+        if unit.is_complete:
+            self._note(unit, "reduction")
+        if not self.is_pinned and not unit.is_root:
+            unit.free()
+        if self.is_synchronizing:
+            self._reduce_complete_units()
+
+    def _reduce_complete_units(self) -> None:
+        while self._num_reduced < len(self._reduction):
+            unit = self._reduction[self._num_reduced]
+            if not unit.is_complete or unit.is_root:
+                return
+            self._reduce(unit)
+            self._num_reduced += 1
+
+    def _reduce(self, unit: Unit) -> None:
+        # A unit that this rank skips: its peers gather it before they reduce it, and wait for us.
+        if self._swept_pass is not None and not self.is_pinned:
+            position = self._backward.position.get(unit, -1)
+            while self._backward.next <= position:
+                self._backward.start(1)
+        self.note_peaks()
+        self._finish_reductions()
+        for space in unit.trainable_spaces:
+            space.reduce()
+        self._in_flight.append(unit)
+
+    def _finish_reductions(self) -> None:
+        for unit in self._in_flight:
+            for space in unit.trainable_spaces:
+                space.finish_reduction()
+        self._in_flight.clear()
+
+    def _end_backward(self) -> None:
+        if not self.is_pinned:
+            self._backward.finish(free_skipped=True)
+        if self.is_synchronizing and self._has_gradients():
+            for unit in self._reduction[self._num_reduced :]:
+                self._reduce(unit)
+            # Gradients that came after their unit's reduction (graphs that hide a use of the unit).
+            for unit in self._reduction:
+                if any(slot.was_written for slot in unit.slots):
+                    self._reduce(unit)
+            self._finish_reductions()
+            self._on_reduced()
+        self._close_backward()
+        if self._seen is not None:
+            self._agreed = self._agree_on_orders(self._seen)
+            self._seen = None
+
+    def _has_gradients(self) -> bool:
+        # torch.autograd.grad() runs the hooks too, but asks for no parameter's gradient.
+        return not self._gradients_unwanted or any(
+            slot.was_written for unit in self._reduction for slot in unit.slots
+        )
+
+    def _close_backward(self) -> None:
+        self._in_backward = False
+        self._swept_pass = None
+        for unit in self.units:
+            unit.forget_calls()
+        self.free_all()
+
+    def _abandon_backward(self) -> None:
+        """A backward has raised: forget it."""
+        self._finish_reductions()
+        self._backward.next = len(self._backward.order)
+        self._backward.ahead.clear()
+        self._close_backward()
+
+    def free_all(self) -> None:
+        """Free every unit that nothing pins."""
+        if not self.is_pinned:
+            for unit in self.units:
+                unit.free()
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether a forward with grad is waiting for its backward."""
+        return self._pass_depth > 0 or self._in_backward
+
+    def gather_all(self) -> None:
+        """Gather every unit."""
+        for unit in self.units:
+            unit.gather()
+        for unit in self.units:
+            unit.wait()
+        self.note_peaks()
+
+    # Notes
+
+    def _note(self, unit: Unit, phase: str) -> None:
+        if self._seen is not None:
+            seen: list[Unit] = getattr(self._seen, phase)
+            if unit not in seen:
+                seen.append(unit)
+
+    def note_peaks(self) -> None:
+        """Raise the peaks in the stats to what is allocated now."""
+        stats = self._stats
+        gathered = [unit for unit in self.units if unit.state is not UnitState.SHARDED]
+        stats.peak_gathered_units = max(stats.peak_gathered_units, len(gathered))
+        stats.peak_gathered_bytes = max(
+            stats.peak_gathered_bytes, sum(unit.gathered_bytes for unit in gathered)
+        )
+        stats.peak_gradient_bytes = max(
+            stats.peak_gradient_bytes,
+            sum(s.gradient_bytes for unit in self.units for s in unit.trainable_spaces),
+        )

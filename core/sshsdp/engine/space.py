@@ -1,0 +1,336 @@
+"""One address space at work: runtime shard, update shard, gather output and reduce input.
+
+::
+
+    update shard (master) --publish--> runtime shard --gather--> full --views--> runtime parameters
+    update gradients <--average-- reduce-scatter <-- gradient buffer <--views-- weight gradients
+
+Note: runtime weights have one writer. `ShardedSpace.publish` is the only code that writes the runtime
+shard after construction; loading writes the update shard and publishes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sshsdp.engine.buffers import FlatBuffer
+from sshsdp.engine.collectives import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.topology import Topology
+    from sshsdp.layout.address_space import AddressSpace
+    from sshsdp.layout.pieces import Piece
+    from sshsdp.stats import Stats
+
+__all__ = ["ShardedSpace", "UpdateTensor", "alignment_of"]
+
+
+def alignment_of(dtype: torch.dtype) -> int:
+    """Elements at whose multiples regions and shards start: kernels load 16 bytes at a time."""
+    return max(16 // dtype.itemsize, 1)
+
+
+class UpdateTensor:
+    """The part of an update shard that one optimizer tensor covers.
+
+    Attributes:
+        tensor: 1-D leaf, a view of the update shard.
+        start: Where it begins inside the update shard.
+        slots: The parameters of which it (or its counterpart on another rank) holds elements.
+    """
+
+    def __init__(self, tensor: torch.Tensor, start: int, slots: list[ParameterSlot]) -> None:
+        """Bind a view of the update shard to its place."""
+        self.tensor = tensor
+        self.start = start
+        self.slots = slots
+
+    @property
+    def stop(self) -> int:
+        """One past its last element inside the update shard."""
+        return self.start + self.tensor.numel()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced, averaged gradient."""
+        return self.tensor.grad
+
+
+class ShardedSpace:
+    """The tensors of one address space of a unit on this rank."""
+
+    def __init__(
+        self,
+        layout: AddressSpace,
+        slots: Sequence[ParameterSlot],
+        *,
+        unit_name: str,
+        trainable: bool,
+        runtime_dtype: torch.dtype,
+        update_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        topology: Topology,
+        stats: Stats,
+    ) -> None:
+        """Allocate the shards; `scatter` fills them."""
+        self.unit_name = unit_name
+        self.trainable = trainable
+        self.runtime_dtype = runtime_dtype
+        self.update_dtype = update_dtype if trainable else runtime_dtype
+        self.reduce_dtype = reduce_dtype
+        self.topology = topology
+        self.stats = stats
+        self.update_tensors: list[UpdateTensor] = []
+        self._reducing: Pending | None = None
+        self._replicas_are_stale = False
+        self.place(layout, slots)
+
+    def place(self, layout: AddressSpace, slots: Sequence[ParameterSlot]) -> None:
+        """Take a layout: make the shards and the gather output, and point parameters into it."""
+        topology, device = self.topology, self.topology.device
+        self.layout = layout
+        self.slots = [*sorted(slots, key=lambda slot: layout.by_name[slot.name].start)]
+        self.runtime_shard = torch.empty(
+            layout.shard_numel, dtype=self.runtime_dtype, device=device
+        )
+        numel = layout.shard_numel // topology.num_update_slices
+        self.update_start = topology.update_slice * numel
+        if self.is_shared:
+            self.update_shard = self.runtime_shard[self.update_start : self.update_start + numel]
+        else:
+            self.update_shard = torch.empty(numel, dtype=self.update_dtype, device=device)
+        self.gathered = (
+            FlatBuffer.over(self.runtime_shard)
+            if topology.num_shards == 1
+            else FlatBuffer(layout.numel, self.runtime_dtype, device)
+        )
+        self._gradient: FlatBuffer | None = None
+        for slot in self.slots:
+            slot.space, slot.region = self, layout.by_name[slot.name]
+            slot.adopt(
+                self.gathered.view(slot.region.start, slot.region.shape, slot.region.stride)
+            )
+        self.gathered.free()
+
+    @property
+    def planning(self) -> dict[str, int]:
+        """What the planner was told beside the parameters."""
+        return {
+            "num_shards": self.topology.num_shards,
+            "num_update_slices": self.topology.num_update_slices,
+            "alignment": alignment_of(self.runtime_dtype),
+        }
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the update shard is a view of the runtime shard."""
+        return self.update_dtype == self.runtime_dtype
+
+    @property
+    def update_range(self) -> tuple[int, int]:
+        """This rank's update shard as a range of the address space."""
+        start = self.layout.shard_range(self.topology.gather.rank)[0] + self.update_start
+        return start, start + self.update_shard.numel()
+
+    def update_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """This rank's pieces of the parameters, each with its 1-D view of the update shard."""
+        for piece in self.layout.pieces(*self.update_range):
+            yield piece, self.update_shard[piece.offset : piece.offset + piece.numel]
+
+    # Runtime side
+
+    def gather(self) -> Pending:
+        """Start gathering the runtime parameters. Receives (S - 1) / S of them from the peers."""
+        self.gathered.allocate()
+        if self.topology.num_shards == 1:
+            self.refresh_replicas()
+            return Pending([])
+        self.refresh_replicas()
+        return self.topology.gather.all_gather(
+            self.gathered.flat, self.runtime_shard, self.unit_name
+        )
+
+    def refresh_replicas(self) -> None:
+        """Bring the slices that other replicas updated into the runtime shard, in its format."""
+        if self._replicas_are_stale:
+            self._replicas_are_stale = False
+            numel = self.update_shard.numel()
+            mine = self.runtime_shard[self.update_start : self.update_start + numel]
+            self.topology.replicate.all_gather(self.runtime_shard, mine, self.unit_name).wait()
+
+    def publish(self) -> None:
+        """Write the update shard into the runtime shard, in the runtime format."""
+        if not self.trainable:
+            return
+        if not self.is_shared:
+            numel = self.update_shard.numel()
+            target = self.runtime_shard[self.update_start : self.update_start + numel]
+            with torch.no_grad():
+                target.copy_(self.update_shard)
+            self.stats.publish_bytes += target.nbytes
+        self._replicas_are_stale = self.topology.num_update_slices > 1
+
+    # Whole values, for construction, checkpoints and new layouts
+
+    def scatter(self, values: torch.Tensor | None) -> None:
+        """Take rank 0's ``values`` (address space order, update dtype; ignored elsewhere)."""
+        topology = self.topology
+        shard = torch.empty(
+            self.layout.shard_numel, dtype=self.update_dtype, device=topology.device
+        )
+        if topology.replicate.rank == 0:
+            topology.gather.scatter(shard, values, self.unit_name)
+        topology.replicate.broadcast(shard, self.unit_name)
+        self._write(shard)
+
+    def take(self, values: torch.Tensor) -> None:
+        """Take this rank's part of ``values`` (address space order), which every rank has."""
+        start, stop = self.layout.shard_range(self.topology.gather.rank)
+        self._write(values[start:stop])
+
+    def _write(self, shard: torch.Tensor) -> None:
+        with torch.no_grad():
+            if self.trainable:
+                numel = self.update_shard.numel()
+                self.update_shard.copy_(shard[self.update_start : self.update_start + numel])
+                self.publish()
+            else:
+                self.runtime_shard.copy_(shard)
+
+    def collect(self) -> torch.Tensor:
+        """All values in address space order: masters, or runtime values of frozen parameters."""
+        topology, layout = self.topology, self.layout
+        source = self.update_shard if self.trainable else self.runtime_shard
+        if self.trainable and topology.num_update_slices > 1:
+            shard = torch.empty(layout.shard_numel, dtype=source.dtype, device=source.device)
+            topology.replicate.all_gather(shard, source, self.unit_name).wait()
+            source = shard
+        values = torch.empty(layout.numel, dtype=source.dtype, device=source.device)
+        topology.gather.all_gather(values, source, self.unit_name).wait()
+        return values
+
+    def view_of(self, slot: ParameterSlot, values: torch.Tensor) -> torch.Tensor:
+        """The parameter inside ``values`` (address space order), in its original shape."""
+        return values.as_strided(slot.region.shape, slot.region.stride, slot.region.start)
+
+    def rearrange(self, layout: AddressSpace) -> None:
+        """Move all values to another layout of the same parameters. Collective, before training."""
+        old = self.collect()
+        new = torch.zeros(layout.numel, dtype=old.dtype, device=old.device)
+        for slot in self.slots:
+            region = layout.by_name[slot.name]
+            new.as_strided(region.shape, region.stride, region.start).copy_(self.view_of(slot, old))
+        self.place(layout, self.slots)
+        self.take(new)
+
+    def take_changes(self) -> None:
+        """Take what was written into the gathered parameters: this rank's elements of it.
+
+        Elements that still equal the published value keep their master, which may be more precise.
+        """
+        start, stop = self.update_range
+        with torch.no_grad():
+            runtime = self.gathered.flat[start:stop]
+            if not self.trainable:
+                self.take(self.gathered.flat)
+            elif self.is_shared:
+                self.update_shard.copy_(runtime)
+            else:
+                is_changed = runtime != self.update_shard.to(self.runtime_dtype)
+                changed = runtime.to(self.update_dtype)
+                self.update_shard.copy_(torch.where(is_changed, changed, self.update_shard))
+            self.publish()
+
+    # Gradient side
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor | None:
+        """The averaged gradient of one of this rank's pieces."""
+        for update in self.update_tensors:
+            if update.start <= piece.offset < update.stop and update.grad is not None:
+                start = piece.offset - update.start
+                return update.grad[start : start + piece.numel]
+        return None
+
+    def drop_gradients(self) -> None:
+        """Forget reduced and unreduced gradients."""
+        self.finish_reduction()
+        for update in self.update_tensors:
+            update.tensor.grad = None
+        for slot in self.slots:
+            slot.was_written = slot.was_used = False
+        if self._gradient is not None:
+            self._gradient.free()
+            self._gradient = None
+
+    def allocate_gradient(self) -> None:
+        """Have a gradient buffer that may be written, its padding zeroed."""
+        if self._reducing is not None:
+            self.finish_reduction()
+        if self._gradient is not None and self._gradient.is_allocated:
+            return
+        if self._gradient is None:
+            self._gradient = FlatBuffer(self.layout.numel, self.reduce_dtype, self.topology.device)
+            for slot in self.slots:
+                slot.grad_view = self._gradient.view(
+                    slot.region.start, slot.region.shape, slot.region.stride
+                )
+        self._gradient.allocate()
+        # Padding is summed and lies inside flat update parameters: garbage would reach their norms.
+        for start, stop in self.layout.gaps:
+            self._gradient.flat[start:stop].zero_()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient buffer that are allocated now."""
+        buffer = self._gradient
+        return buffer.nbytes if buffer is not None and buffer.is_allocated else 0
+
+    def reduce(self) -> None:
+        """Start averaging the gradients over all ranks; parameters without one count as zero."""
+        self.allocate_gradient()
+        assert self._gradient is not None
+        for slot in self.slots:
+            if not slot.was_written:
+                assert slot.grad_view is not None
+                slot.grad_view.zero_()
+            slot.was_written = False
+        self._reducing = self.topology.reduce.reduce_scatter(
+            self._gradient.flat, self.unit_name, self._reduce_over_replicas
+        )
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction and hand the averages to the update parameters."""
+        pending, self._reducing = self._reducing, None
+        if pending is None:
+            return
+        pending.wait()
+        assert self._gradient is not None
+        if self.topology.num_shards == 1:
+            # The update gradients are views of it.
+            self._gradient = None
+        else:
+            self._gradient.free()
+
+    def _reduce_over_replicas(self, shard: torch.Tensor) -> None:
+        topology = self.topology
+        if topology.num_replicas == 1:
+            self._accept(shard)
+        elif topology.update_sharding == "hierarchical":
+            topology.replicate.reduce_scatter(shard, self.unit_name, self._accept).wait()
+        else:
+            topology.replicate.all_reduce(shard, self.unit_name).wait()
+            self._accept(shard)
+
+    def _accept(self, gradient: torch.Tensor) -> None:
+        gradient.div_(self.topology.num_shards * self.topology.num_replicas)
+        for update in self.update_tensors:
+            part = gradient[update.start : update.stop].to(update.tensor.dtype)
+            if update.tensor.grad is None:
+                update.tensor.grad = part
+            else:
+                update.tensor.grad.add_(part)

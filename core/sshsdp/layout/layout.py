@@ -1,0 +1,85 @@
+"""The layout of a whole model: its units' address spaces, printable and comparable."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from sshsdp.layout.address_space import AddressSpace
+
+__all__ = ["Layout", "UnitLayout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """Address spaces of one unit.
+
+    Attributes:
+        name: FQN of the unit's module.
+        spaces: Its address spaces.
+        runtime_dtypes: Runtime dtype of each space.
+        trainable: Whether each space has update parameters.
+    """
+
+    name: str
+    spaces: tuple[AddressSpace, ...]
+    runtime_dtypes: tuple[torch.dtype, ...]
+    trainable: tuple[bool, ...]
+
+    @property
+    def runtime_nbytes(self) -> int:
+        """Bytes of the gathered unit."""
+        return sum(
+            space.numel * dtype.itemsize
+            for space, dtype in zip(self.spaces, self.runtime_dtypes, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All units over an R x S mesh.
+
+    Attributes:
+        units: The root first, then in registration order.
+        num_shards: S.
+        num_replicas: R.
+    """
+
+    units: tuple[UnitLayout, ...]
+    num_shards: int
+    num_replicas: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all address spaces, padding included."""
+        return sum(space.numel for unit in self.units for space in unit.spaces)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return sum(space.padding for unit in self.units for space in unit.spaces)
+
+    def digest(self) -> str:
+        """Equal for equal layouts, on every rank and in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """A table: unit, parameters, elements, padding, runtime bytes."""
+        lines = [
+            f"layout: {len(self.units)} units over {self.num_replicas} x {self.num_shards} ranks, "
+            f"{self.numel - self.padding:,} elements, padding {self.padding / max(self.numel, 1):.3%}"
+        ]
+        for unit in self.units:
+            for space, dtype, trainable in zip(
+                unit.spaces, unit.runtime_dtypes, unit.trainable, strict=True
+            ):
+                kind = "trainable" if trainable else "frozen"
+                lines.append(
+                    f"  {unit.name}: {len(space.regions)} {kind} parameters, {space.numel:,} x "
+                    f"{str(dtype).removeprefix('torch.')}, padding {space.padding:,}"
+                )
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Binding torch optimizers to update parameters, and operations over all gradients."""

@@ -1,0 +1,221 @@
+"""Pointing an optimizer at update parameters, and keeping both sides in step.
+
+`OptimizerBinding` replaces the model's parameters in the optimizer's param groups, in place, by flat
+update parameters: for each address space, one 1-D tensor per param group. Settings, schedulers and
+wrappers that hold the optimizer or its groups stay valid.
+
+Note: parameters without a gradient. An update parameter covers many parameters. As long as all of
+them get gradients together, that is what the optimizer steps. The first time that no rank used one of
+them, the update parameter is cut there (state included), so that from then on the unused part has
+``grad=None`` and is left alone, weight decay and step count included, as in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sshsdp.engine.parameter import ShardedParameter, slot_of
+from sshsdp.engine.space import UpdateTensor
+from sshsdp.optim.granularity import granularity_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space import ShardedSpace
+
+__all__ = ["OptimizerBinding", "check_groups", "refuse_unattached_optimizers"]
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, slots: Sequence[ParameterSlot]
+) -> list[list[ParameterSlot]]:
+    """The slots of every param group, frozen parameters included.
+
+    Raises:
+        ValueError: The optimizer class does not work on flat pieces, or a group holds a tensor that is
+            no parameter of the sharded model.
+    """
+    granularity_of(optimizer)
+    known = {slot.parameter: slot for slot in slots}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ValueError(
+                    f"param group {index}, position {position}: a tensor of shape {tuple(parameter.shape)} "
+                    "is no parameter of the sharded model. Build the optimizer from model.parameters(), of the "
+                    "model that was given to sshsdp.shard(), and attach it once"
+                )
+        groups.append([known[parameter] for parameter in group["params"]])
+    return groups
+
+
+def refuse_unattached_optimizers() -> None:
+    """Make every optimizer that holds a model's sharded parameters raise on ``step``. Idempotent."""
+    global _refusal
+    if _refusal is None:
+        _refusal = register_optimizer_step_pre_hook(_refuse)
+
+
+_refusal: Any = None
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedParameter):
+                slot = slot_of(parameter)
+                name = slot.name if slot else "?"
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds the runtime parameter {name!r} and would train nothing: "
+                    "call engine.attach(optimizer) before the first step"
+                )
+
+
+class OptimizerBinding:
+    """One optimizer and the update parameters that it steps."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[list[ParameterSlot]],
+        on_step: Callable[[], None],
+    ) -> None:
+        """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
+        self.optimizer = optimizer
+        self.groups = groups
+        trainable = [slot for group in groups for slot in group if slot.space.trainable]
+        self.spaces: list[ShardedSpace] = list(dict.fromkeys(slot.space for slot in trainable))
+        old_state = dict(optimizer.state)
+        optimizer.state.clear()
+        for group, slots in zip(optimizer.param_groups, groups, strict=True):
+            bound = [update for space in self.spaces for update in _bind(space, slots)]
+            for update in bound:
+                _carry_state_over(optimizer, update, old_state)
+            group["params"] = [update.tensor for update in bound]
+        self._handle = optimizer.register_step_post_hook(lambda *_: on_step())
+
+    def updates(self) -> Iterator[tuple[int, UpdateTensor]]:
+        """``(group index, update tensor)`` in the optimizer's order."""
+        by_tensor = {u.tensor: u for space in self.spaces for u in space.update_tensors}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for tensor in group["params"]:
+                yield index, by_tensor[tensor]
+
+    def drop_unused(self, unused: set[str]) -> None:
+        """Let the optimizer skip parameters that no rank used (names as in slots)."""
+        for group in self.optimizer.param_groups:
+            tensors: list[torch.Tensor] = []
+            by_tensor = {u.tensor: u for space in self.spaces for u in space.update_tensors}
+            for tensor in group["params"]:
+                tensors += [u.tensor for u in self._cut(by_tensor[tensor], unused)]
+            group["params"] = tensors
+
+    def _cut(self, update: UpdateTensor, unused: set[str]) -> list[UpdateTensor]:
+        runs = _runs(update.slots, lambda slot: slot.name in unused)
+        parts = [update]
+        if len(runs) > 1:
+            space = update.slots[0].space
+            parts = [_make_update(space, run, within=update) for run in runs]
+            _split_state(self.optimizer, update, parts)
+            index = space.update_tensors.index(update)
+            space.update_tensors[index : index + 1] = parts
+        for part in parts:
+            if part.slots[0].name in unused:
+                part.tensor.grad = None
+        return parts
+
+    def detach(self) -> None:
+        """Stop publishing after steps."""
+        self._handle.remove()
+
+
+def _runs(
+    slots: list[ParameterSlot], key: Callable[[ParameterSlot], bool]
+) -> list[list[ParameterSlot]]:
+    runs: list[list[ParameterSlot]] = []
+    for slot in slots:
+        if runs and key(runs[-1][-1]) == key(slot):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+def _bind(space: ShardedSpace, group: list[ParameterSlot]) -> list[UpdateTensor]:
+    members = set(group)
+    runs = _runs(space.slots, lambda slot: slot in members)
+    bound = [_make_update(space, run) for run in runs if run[0] in members]
+    space.update_tensors += bound
+    space.update_tensors.sort(key=lambda update: update.start)
+    return bound
+
+
+def _make_update(
+    space: ShardedSpace, slots: list[ParameterSlot], within: UpdateTensor | None = None
+) -> UpdateTensor:
+    """A leaf over this rank's part of the regions of ``slots``, which are neighbours."""
+    low, high = space.update_range
+    start = min(max(slots[0].region.start, low), high) - low
+    stop = min(max(slots[-1].region.stop, low), high) - low
+    tensor = space.update_shard[start:stop].detach().requires_grad_(True)
+    if within is not None:
+        tensor.requires_grad_(within.tensor.requires_grad)
+        if within.grad is not None:
+            tensor.grad = within.grad[start - within.start : stop - within.start]
+    return UpdateTensor(tensor, start, slots)
+
+
+def _split_state(
+    optimizer: torch.optim.Optimizer, whole: UpdateTensor, parts: list[UpdateTensor]
+) -> None:
+    state = optimizer.state.pop(whole.tensor, None)
+    if state is None:
+        return
+    for part in parts:
+        begin = part.start - whole.start
+        optimizer.state[part.tensor] = {
+            key: value[begin : begin + part.tensor.numel()].clone()
+            if isinstance(value, torch.Tensor) and value.shape == whole.tensor.shape
+            else _copy_scalar(value)
+            for key, value in state.items()
+        }
+
+
+def _copy_scalar(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _carry_state_over(
+    optimizer: torch.optim.Optimizer, update: UpdateTensor, old: dict[nn.Parameter, Any]
+) -> None:
+    """Cut state that the optimizer made in its constructor (Adagrad) or loaded before `attach`."""
+    states = [old[slot.parameter] for slot in update.slots if slot.parameter in old]
+    if not states:
+        return
+    if len(states) != len(update.slots):
+        raise ValueError(
+            "the optimizer has state for some parameters of a group and not for others: attach it before its "
+            f"first step (parameters {[slot.name for slot in update.slots]})"
+        )
+    space = update.slots[0].space
+    low = space.update_range[0] + update.start
+    for key, first in states[0].items():
+        if not isinstance(first, torch.Tensor) or first.shape != update.slots[0].shape:
+            optimizer.state[update.tensor][key] = _copy_scalar(first)
+            continue
+        flat = torch.zeros_like(update.tensor, dtype=first.dtype, requires_grad=False)
+        for slot, state in zip(update.slots, states, strict=True):
+            begin = max(slot.region.start, low)
+            end = min(slot.region.stop, low + flat.numel())
+            if begin < end:
+                values = (state[key].t() if slot.region.transposed else state[key]).reshape(-1)
+                part = values[begin - slot.region.start : end - slot.region.start]
+                flat[begin - low : end - low] = part
+        optimizer.state[update.tensor][key] = flat

@@ -1,0 +1,53 @@
+"""Counters of what the engine moves, copies and holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from sshsdp.engine.collectives import WireBytes
+
+__all__ = ["Stats"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the end of the last optimizer step (``engine.stats``: of the last whole step).
+
+    Attributes:
+        wire: Bytes received by this rank and number of calls, by ``"<axis>/<collective>"``.
+        gradient_copy_bytes: Gradients that were copied into the reduce input because their module has
+            no zero-copy rule.
+        publish_bytes: Runtime bytes written by publish (0 where update and runtime parameters share
+            memory).
+        peak_gathered_bytes: Most bytes of gathered runtime parameters at any time.
+        peak_gathered_units: Most units gathered (or being gathered) at any time, the root included.
+        peak_gradient_bytes: Most bytes of unsharded gradient buffers at any time.
+    """
+
+    wire: WireBytes = field(default_factory=WireBytes)
+    gradient_copy_bytes: int = 0
+    publish_bytes: int = 0
+    peak_gathered_bytes: int = 0
+    peak_gathered_units: int = 0
+    peak_gradient_bytes: int = 0
+
+    def wire_bytes(self, axis: str | None = None) -> int:
+        """Bytes received over one mesh axis, or over all."""
+        return sum(
+            nbytes
+            for kind, nbytes in self.wire.nbytes.items()
+            if axis is None or kind.startswith(f"{axis}/")
+        )
+
+    def roll(self) -> Stats:
+        """Return a copy and start counting anew."""
+        finished = dataclasses.replace(
+            self, wire=WireBytes(calls=dict(self.wire.calls), nbytes=dict(self.wire.nbytes))
+        )
+        self.wire.calls.clear()
+        self.wire.nbytes.clear()
+        for item in dataclasses.fields(self):
+            if item.name != "wire":
+                setattr(self, item.name, 0)
+        return finished
