@@ -15,7 +15,13 @@ from sshsdp.engine.slots import ParameterSlot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    UnitRule = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
+    UnitRule = (
+        type[nn.Module]
+        | str
+        | Sequence[type[nn.Module] | str]
+        | Callable[[str, nn.Module], bool]
+        | None
+    )
 
 __all__ = ["ROOT", "collect_slots", "find_unit_modules", "unit_of_slot"]
 
@@ -80,7 +86,7 @@ def find_unit_modules(model: nn.Module, rule: UnitRule) -> dict[str, nn.Module]:
     elif callable(rule) and not isinstance(rule, type):
         chosen = {name: module for name, module in modules.items() if rule(name, module)}
     else:
-        chosen = _by_class_or_pattern(modules, rule)
+        chosen = _by_class_or_pattern(modules, [rule] if isinstance(rule, (str, type)) else rule)
     return {
         name: module
         for name, module in chosen.items()
@@ -103,7 +109,6 @@ def _children_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 def _by_class_or_pattern(
     modules: dict[str, nn.Module], rule: Sequence[type[nn.Module] | str]
 ) -> dict[str, nn.Module]:
-    rule = [rule] if isinstance(rule, (str, type)) else list(rule)
     classes = tuple(item for item in rule if isinstance(item, type))
     patterns = {item: True for item in rule if isinstance(item, str)}
     if len(classes) + len(patterns) != len(set(rule)):

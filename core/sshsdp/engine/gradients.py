@@ -142,7 +142,7 @@ def _write_sum(slot: ParameterSlot, grad: torch.Tensor) -> None:
         torch.sum(grad, 0, out=target)
 
 
-def _slot_with_gradient(parameter: nn.Parameter | None) -> ParameterSlot | None:
+def _slot_with_gradient(parameter: torch.Tensor | None) -> ParameterSlot | None:
     if parameter is None or not parameter.requires_grad:
         return None
     return slot_of(parameter)
@@ -164,8 +164,8 @@ def _linear_forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         or torch.compiler.is_compiling()
     ):
         return functional.linear(inputs, weight, bias)
-    output: torch.Tensor = _Linear.apply(inputs, weight, bias, weight_slot, bias_slot)
-    return output
+    apply: Callable[..., torch.Tensor] = _Linear.apply
+    return apply(inputs, weight, bias, weight_slot, bias_slot)
 
 
 def _embedding_forward(module: nn.Embedding, inputs: torch.Tensor) -> torch.Tensor:
@@ -173,8 +173,8 @@ def _embedding_forward(module: nn.Embedding, inputs: torch.Tensor) -> torch.Tens
     if slot is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nn.Embedding.forward(module, inputs)
     padding_index = -1 if module.padding_idx is None else module.padding_idx
-    output: torch.Tensor = _Embedding.apply(inputs, module.weight, padding_index, slot)
-    return output
+    apply: Callable[..., torch.Tensor] = _Embedding.apply
+    return apply(inputs, module.weight, padding_index, slot)
 
 
 def _has_plain_embedding(module: nn.Embedding) -> bool:
@@ -200,7 +200,7 @@ def install_rules(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         rule = _rule_for(module)
         if rule is not None and "forward" not in module.__dict__:
-            module.forward = functools.partial(rule, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(rule, module)
             changed.append(module)
     return changed
 

@@ -30,7 +30,7 @@ __all__ = ["ModuleHooks"]
 
 def _is_in_backward() -> bool:
     # A forward inside a backward is the recomputation of a checkpointed activation.
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -51,6 +51,15 @@ def _differentiable(leaves: list[Any]) -> list[torch.Tensor]:
 
 def _is_opaque(leaf: Any) -> bool:
     return leaf is not None and not isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes))
+
+
+def _call_before_backward(tensor: torch.Tensor, callback: Callable[[Any], None]) -> None:
+    # The node's hooks run after the tensor's: if the tensor is the next unit's input, that unit's end
+    # of backward (a tensor hook) comes first, and frees it before this one is gathered.
+    if tensor.grad_fn is None:
+        tensor.register_hook(callback)  # type: ignore[no-untyped-call]
+    else:
+        tensor.grad_fn.register_prehook(callback)
 
 
 class ModuleHooks:
@@ -145,7 +154,7 @@ class ModuleHooks:
             leaves = _leaves(output)
             pass_id = schedule.pass_id
             for tensor in _differentiable(leaves):
-                tensor.register_hook(lambda _: schedule.before_backward(unit, pass_id))
+                _call_before_backward(tensor, lambda _: schedule.before_backward(unit, pass_id))
             unit.kept_for_backward |= any(_is_opaque(leaf) for leaf in leaves)
         if not _is_in_backward():
             schedule.after_forward(unit)

@@ -51,7 +51,7 @@ def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
     empty = nn.Parameter(
         torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
     )
-    torch.utils.swap_tensors(parameter, empty)
+    torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
     parameter.__dict__.update(attributes)
 
 

@@ -85,7 +85,7 @@ class ShardedParameter(nn.Parameter):
             return None
         raise RuntimeError(_read_message(func, args, kwargs))
 
-    def __repr__(self, *, tensor_contents: None = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch names an argument oddly
         """Name and metadata; the data is not there."""
         slot = slot_of(self)
         name = slot.name if slot else "?"
@@ -103,20 +103,14 @@ class ShardedParameter(nn.Parameter):
         raise RuntimeError(_read_message(torch.Tensor.clone, (self,), {}))
 
 
-# `getattr` hands out the descriptor's bound method; a new one each time, but they compare equal.
-_GRAD_GETTER = torch.Tensor.grad.__get__
-_DATA_SETTER = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# `__torch_function__` is handed the bound method of a property's descriptor: a new one each time, but
+# they compare equal.
+_properties: Any = torch.Tensor
+_GRAD_GETTER = _properties.grad.__get__
+_DATA_SETTER = _properties.data.__set__
 _DATA_PROPERTIES = frozenset(
-    {
-        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-        _DATA_SETTER,
-        torch.Tensor.T.__get__,
-        torch.Tensor.H.__get__,
-        torch.Tensor.mT.__get__,
-        torch.Tensor.mH.__get__,
-        torch.Tensor.real.__get__,
-        torch.Tensor.imag.__get__,
-    }
+    {_DATA_SETTER}
+    | {getattr(_properties, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")}
 )
 _CONVERSIONS = frozenset({torch.Tensor.to})
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sshsdp.engine.unit import Unit
     from sshsdp.stats import Stats
 
+    MayFree = Callable[[Unit], bool]
+
 __all__ = ["Orders", "Schedule"]
 
 
@@ -84,31 +86,35 @@ class _Walk:
                 self.ahead.append(unit)
             self.next += 1
 
-    def advance_to(self, unit: Unit, prefetch: int, free_skipped: bool) -> None:
+    def advance_to(self, unit: Unit, prefetch: int, may_free: MayFree) -> None:
         """Have ``unit``, after every unit whose turn is before it, and look ahead."""
         position = self.position.get(unit, -1)
         if position >= self.next:
             self.start(position + 1 - self.next)
         if unit in self.ahead:
             self.ahead.remove(unit)
-        self.drop_ahead(position, free_skipped)
+        self.drop_ahead(position, may_free)
         unit.wait()
         if 0 <= position < self.next:
             self.start(max(position + 1 + prefetch - self.next, 0))
 
-    def drop_ahead(self, position: int, free_skipped: bool) -> None:
+    def drop_ahead(self, position: int, may_free: MayFree) -> None:
         """Let go of units that were gathered in front of ``position`` and not used."""
         for unit in [unit for unit in self.ahead if self.position[unit] < position]:
             self.ahead.remove(unit)
-            if free_skipped:
+            if may_free(unit):
                 unit.free()
 
-    def finish(self, free_skipped: bool) -> None:
+    def finish(self, may_free: MayFree) -> None:
         """Gather and let go of all that is left."""
         while self.next < len(self.order):
             self.start(1)
-            self.drop_ahead(self.next, free_skipped)
-        self.drop_ahead(self.next, free_skipped)
+            self.drop_ahead(self.next, may_free)
+        self.drop_ahead(self.next, may_free)
+
+
+def _may_free_in_backward(unit: Unit) -> bool:
+    return not unit.is_root
 
 
 class Schedule:
@@ -164,6 +170,9 @@ class Schedule:
         self._forward = _Walk(orders.forward)
         self._backward = _Walk(orders.backward)
         self._reduction = [unit for unit in orders.reduction if unit.trainable_spaces]
+        # The last unit of forward is the first of backward: freeing it would gather it twice in a row.
+        first = next((unit for unit in orders.backward if not unit.is_root), None)
+        self._turning_point = first if first is orders.forward[-1] else None
 
     # Forward
 
@@ -185,7 +194,7 @@ class Schedule:
         """The root module's forward is over, or has raised."""
         self._pass_depth = max(self._pass_depth - 1, 0)
         if self._pass_depth == 0 and not self.is_pinned:
-            self._forward.finish(self._reshard_after_forward)
+            self._forward.finish(self._may_free_after_forward)
 
     def before_forward(self, unit: Unit, *, is_recompute: bool) -> None:
         """Have the unit's parameters; start the next one's gather."""
@@ -195,18 +204,21 @@ class Schedule:
             self._advance_backward(unit)
         else:
             self._note(unit, "forward")
-            self._forward.advance_to(unit, self._prefetch, self._reshard_after_forward)
+            self._forward.advance_to(unit, self._prefetch, self._may_free_after_forward)
         if self._pass_has_grad and not torch.is_grad_enabled() and not is_recompute:
             unit.num_expected_recomputes += 1
         self.note_peaks()
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit, if the policy says so."""
-        keeps = not self._reshard_after_forward or (
-            torch.is_grad_enabled() and (unit.is_root or unit.kept_for_backward)
-        )
-        if not keeps and not self.is_pinned:
+        if self._may_free_after_forward(unit) and not self.is_pinned:
             unit.free()
+
+    def _may_free_after_forward(self, unit: Unit) -> bool:
+        if not self._reshard_after_forward:
+            return False
+        keeps = unit.is_root or unit.kept_for_backward or unit is self._turning_point
+        return not (keeps and torch.is_grad_enabled())
 
     # Backward
 
@@ -218,7 +230,7 @@ class Schedule:
         self._num_reduced = 0
         self._gradients_unwanted = False
         self._begin_gradient_window()
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _begin_gradient_window(self) -> None:
         # With no gradient waiting for the optimizer, what was used before is stepped or discarded.
@@ -239,7 +251,7 @@ class Schedule:
         self._note(unit, "backward")
         if self._swept_pass != pass_id:
             if self._swept_pass is not None:
-                self._backward.finish(free_skipped=True)
+                self._backward.finish(_may_free_in_backward)
             self._swept_pass = pass_id
             self._backward.next = 0
         self._advance_backward(unit)
@@ -247,7 +259,7 @@ class Schedule:
 
     def _advance_backward(self, unit: Unit) -> None:
         if not self.is_pinned:
-            self._backward.advance_to(unit, self._prefetch, free_skipped=True)
+            self._backward.advance_to(unit, self._prefetch, _may_free_in_backward)
 
     def after_backward(self, unit: Unit) -> None:
         """The backward of one of the unit's calls is over: free it, and reduce what is complete."""
@@ -288,7 +300,7 @@ class Schedule:
 
     def _end_backward(self) -> None:
         if not self.is_pinned:
-            self._backward.finish(free_skipped=True)
+            self._backward.finish(_may_free_in_backward)
         if self.is_synchronizing and self._has_gradients():
             for unit in self._reduction[self._num_reduced :]:
                 self._reduce(unit)

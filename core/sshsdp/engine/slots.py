@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -76,7 +76,8 @@ class ParameterSlot:
         self._enter_backward = enter_backward
         self._on_unwanted_gradient = on_unwanted_gradient
         if self.space.trainable:
-            self._hook = self.parameter.register_post_accumulate_grad_hook(self._take_gradient)
+            register: Any = self.parameter.register_post_accumulate_grad_hook
+            self._hook = register(self._take_gradient)
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -105,7 +106,7 @@ class ParameterSlot:
         else:
             attributes = dict(parameter.__dict__)
             replacement = type(parameter)(view, requires_grad=self.requires_grad)
-            torch.utils.swap_tensors(parameter, replacement)
+            torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
             parameter.__dict__.update(attributes)
         setattr(parameter, SLOT_ATTRIBUTE, self)
         self.hide()
@@ -124,7 +125,7 @@ class ParameterSlot:
         ``torch.autograd.grad`` and ``backward(inputs=...)`` may run a module's backward without.
         """
         node = torch.autograd.graph.get_gradient_edge(self.parameter).node
-        wanted: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        wanted: bool = torch._C._will_engine_execute_node(node)
         if not wanted:
             self._on_unwanted_gradient()
         return wanted

@@ -95,7 +95,7 @@ class Topology:
         everyone = [ranks.flatten().tolist()]
 
         def collectives(axis: str, ranks_per_group: list[list[int]]) -> Collectives:
-            group, _ = dist.new_subgroups_by_enumeration(ranks_per_group)
+            group, _ = dist.new_subgroups_by_enumeration(ranks_per_group)  # type: ignore[no-untyped-call]
             assert group is not None
             return Collectives(group, axis, device, stats.wire)
 

@@ -24,8 +24,6 @@ from sshsdp.optim.granularity import granularity_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import nn
-
     from sshsdp.engine.slots import ParameterSlot
     from sshsdp.engine.space import ShardedSpace
 
@@ -193,7 +191,7 @@ def _copy_scalar(value: Any) -> Any:
 
 
 def _carry_state_over(
-    optimizer: torch.optim.Optimizer, update: UpdateTensor, old: dict[nn.Parameter, Any]
+    optimizer: torch.optim.Optimizer, update: UpdateTensor, old: dict[torch.Tensor, Any]
 ) -> None:
     """Cut state that the optimizer made in its constructor (Adagrad) or loaded before `attach`."""
     states = [old[slot.parameter] for slot in update.slots if slot.parameter in old]
