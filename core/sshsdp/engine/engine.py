@@ -218,6 +218,40 @@ class Engine(WholeModel):
             self._bindings.append(OptimizerBinding(one, its_groups, self._on_step))
         return optimizer
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The attached optimizers, in the order of their `attach`."""
+        return [binding.optimizer for binding in self._bindings]
+
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo `attach`: the optimizer's groups hold the model's parameters again, its state is dropped.
+
+        Gradients of its parameters are dropped too. Another optimizer may then be attached for them.
+
+        Raises:
+            ValueError: The optimizer is not attached.
+        """
+        binding = self._binding_of(optimizer, "detach")
+        self._bindings.remove(binding)
+        binding.detach()
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """The model's parameters that an attached optimizer trains (frozen ones in its groups too).
+
+        Raises:
+            ValueError: The optimizer is not attached.
+        """
+        binding = self._binding_of(optimizer, "parameters_of")
+        return [slot.parameter for group in binding.groups for slot in group]
+
+    def _binding_of(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerBinding:
+        for binding in self._bindings:
+            if binding.optimizer is optimizer:
+                return binding
+        raise ValueError(
+            f"engine.{caller}(): this {type(optimizer).__name__} is not attached: engine.attach(optimizer)"
+        )
+
     def _check_unbound(self, groups: list[list[list[ParameterSlot]]]) -> None:
         bound = {slot for b in self._bindings for group in b.groups for slot in group}
         for its_groups in groups:
@@ -270,10 +304,18 @@ class Engine(WholeModel):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> torch.Tensor:
         """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
 
         Collective: sends one number per mesh axis. Parameters without a gradient do not count.
+
+        Args:
+            max_norm: The norm to clip to.
+            norm_type: Which norm.
+            error_if_nonfinite: Raise if the norm is not finite.
+            foreach: As in torch.
+            optimizer: Take only the gradients of this attached optimizer's parameters; default: all.
 
         Returns:
             The total norm before clipping: a plain 0-d tensor, the same on every rank.
@@ -282,7 +324,7 @@ class Engine(WholeModel):
             RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), or
                 no optimizer is attached.
         """
-        tensors = self._tensors_with_gradients("clip_grad_norm_")
+        tensors = self._tensors_with_gradients("clip_grad_norm_", optimizer)
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         axes = [self.topology.reduce]
         if self.topology.num_update_slices > 1:
@@ -304,10 +346,15 @@ class Engine(WholeModel):
         tensors = self._tensors_with_gradients("clip_grad_value_")
         torch.nn.utils.clip_grad_value_(tensors, clip_value, foreach=foreach)
 
-    def _tensors_with_gradients(self, caller: str) -> list[torch.Tensor]:
+    def _tensors_with_gradients(
+        self, caller: str, optimizer: torch.optim.Optimizer | None = None
+    ) -> list[torch.Tensor]:
         if not self._bindings:
             raise RuntimeError(f"engine.{caller}() needs an attached optimizer: engine.attach(...)")
-        updates = [update for space in self.spaces for update in space.update_tensors]
+        if optimizer is None:
+            updates = [update for space in self.spaces for update in space.update_tensors]
+        else:
+            updates = [update for _, update in self._binding_of(optimizer, caller).updates()]
         return [u.tensor for u in updates if u.tensor.grad is not None and u.tensor.numel()]
 
     def _on_step(self) -> None:
@@ -378,7 +425,7 @@ class Engine(WholeModel):
         """Remove all hooks and leave an ordinary model with whole parameters on every rank.
 
         Collective. Parameters keep their identity and take the master values, cast to the runtime
-        dtype. Attached optimizers no longer train the model.
+        dtype. Attached optimizers are detached: they hold the model's parameters again.
         """
         for binding in self._bindings:
             binding.detach()

@@ -130,8 +130,14 @@ class OptimizerBinding:
         return parts
 
     def detach(self) -> None:
-        """Stop publishing after steps."""
+        """Stop publishing after steps, and give the groups the model's parameters back."""
         self._handle.remove()
+        mine = {tensor for group in self.optimizer.param_groups for tensor in group["params"]}
+        for space in self.spaces:
+            space.update_tensors = [u for u in space.update_tensors if u.tensor not in mine]
+        self.optimizer.state.clear()
+        for group, slots in zip(self.optimizer.param_groups, self.groups, strict=False):
+            group["params"] = [slot.parameter for slot in slots]
 
 
 def _runs(
