@@ -85,6 +85,7 @@ class Engine(WholeModel):
         self._stats = stats
         self._last_stats = stats
         self._bindings: list[OptimizerBinding] = []
+        self.is_closed = False
         self._schedule = Schedule(
             units,
             prefetch=runtime.prefetch,
@@ -425,8 +426,12 @@ class Engine(WholeModel):
         """Remove all hooks and leave an ordinary model with whole parameters on every rank.
 
         Collective. Parameters keep their identity and take the master values, cast to the runtime
-        dtype. Attached optimizers are detached: they hold the model's parameters again.
+        dtype. Attached optimizers are detached: they hold the model's parameters again. A second call
+        does nothing.
         """
+        if self.is_closed:
+            return
+        self.is_closed = True
         for binding in self._bindings:
             binding.detach()
         self._hooks.remove()
