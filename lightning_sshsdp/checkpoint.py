@@ -1,0 +1,160 @@
+"""Saving and loading through the Trainer: one file or a directory, of any world size.
+
+A sharded checkpoint is a ``torch.distributed.checkpoint`` directory with the keys ``model`` and
+``optimizer_0``, ``optimizer_1`` ..., and a file ``meta.pt`` with everything else, as Lightning's own
+FSDP strategy writes it. A full checkpoint is an ordinary ``.ckpt`` file.
+
+Note: loading waits for sharding. Lightning restores the module and the callbacks before the strategy is
+set up, as it does for DDP (a strategy that asks for the other order gets no ``weights_only``). The
+module may still be on meta then, so `load_model_state_dict` keeps what it was given until `setup` has
+sharded the module.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightning_sshsdp.environment import engine_of, unwrap_optimizer
+from lightning_sshsdp.sharded_files import (
+    is_sharded_checkpoint,
+    load_sharded_model,
+    load_sharded_optimizer,
+    read_metadata,
+    save_sharded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CheckpointMixin"]
+
+
+class _Waiting(NamedTuple):
+    """Model state that waits for the module to be sharded."""
+
+    checkpoint: Mapping[str, Any]
+    strict: bool
+
+
+class CheckpointMixin:
+    """The checkpoint methods of the Trainer strategy."""
+
+    def _init_checkpoints(self, checkpoint_io: Any) -> None:
+        self._waiting: _Waiting | None = None
+        self._directory: Path | None = None
+        self._check_checkpoint_io(checkpoint_io)
+
+    def _check_checkpoint_io(self, checkpoint_io: Any) -> None:
+        if checkpoint_io is not None and self._checkpoint_format == "sharded":
+            raise ValueError(
+                "a CheckpointIO plugin writes single files: give the strategy checkpoint='full' to use one"
+            )
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Reads and writes single files."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._check_checkpoint_io(checkpoint_io)
+        self._checkpoint_io = checkpoint_io
+
+    # Saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collective: this rank's shards under the original names, or whole tensors on rank 0."""
+        if self._checkpoint_format == "sharded":
+            return self.engine.model_state_dict()
+        return self.engine.full_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Collective: this rank's shards under the original names, or torch's own form on rank 0."""
+        optimizer = unwrap_optimizer(optimizer)
+        if not any(optimizer is attached for attached in self.engine.optimizers):
+            return {}
+        if self._checkpoint_format == "sharded":
+            return self.engine.optimizer_state_dict(optimizer)
+        return self.engine.full_optimizer_state_dict(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint. Collective; complete or absent.
+
+        Raises:
+            TypeError: ``storage_options`` were given, which only single files take.
+            IsADirectoryError: A full checkpoint would replace a directory that is no checkpoint.
+        """
+        if self._checkpoint_format == "sharded":
+            if storage_options is not None:
+                raise TypeError("storage_options are for checkpoint='full': a CheckpointIO takes them")
+            path = Path(self.broadcast(filepath))
+            states = {"model": checkpoint.pop("state_dict")}
+            for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+                states[f"optimizer_{index}"] = state
+            save_sharded(path, states, checkpoint)
+            return
+        if self.is_global_zero:
+            path = Path(filepath)
+            if is_sharded_checkpoint(path):
+                shutil.rmtree(path)
+            elif path.is_dir():
+                raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # Loading
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of either kind, written by this strategy, DDP or FSDP, on any world size.
+
+        Of a sharded one only the metadata is read here; its tensors are read straight into the shards.
+        """
+        checkpoint_path = self.broadcast(checkpoint_path)
+        path = Path(checkpoint_path)
+        self._directory = path if is_sharded_checkpoint(path) else None
+        if self._directory is not None:
+            checkpoint = read_metadata(path, weights_only)
+        elif self._checkpoint_io is None and path.is_file():
+            # Only rank 0 reads the tensors: the others must not hold a copy each.
+            checkpoint = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=weights_only
+            )
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state now if it is sharded, else as soon as it is."""
+        self._waiting = _Waiting(checkpoint, strict)
+        if engine_of(self.lightning_module) is not None:
+            self._load_waiting_model_state()
+
+    def _load_waiting_model_state(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        if self._directory is not None:
+            load_sharded_model(self.engine, self._directory, strict=waiting.strict)
+        else:
+            self.engine.load_full_state_dict(
+                waiting.checkpoint["state_dict"], strict=waiting.strict
+            )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the attached optimizers. Lightning calls it when fitting."""
+        for index, optimizer in enumerate(self.engine.optimizers):
+            if self._directory is not None:
+                load_sharded_optimizer(
+                    self.engine, optimizer, self._directory, f"optimizer_{index}"
+                )
+            elif index < len(checkpoint["optimizer_states"]):
+                self.engine.load_full_optimizer_state_dict(
+                    optimizer, checkpoint["optimizer_states"][index]
+                )

@@ -1,0 +1,16 @@
+"""The strategy for ``lightning.fabric``."""
+
+from typing import ClassVar
+
+from lightning.fabric.strategies import ParallelStrategy
+
+from lightning_sshsdp.fabric import FabricStrategyMixin
+from lightning_sshsdp.family import FAMILIES, Family
+
+__all__ = ["SSHSDPStrategy"]
+
+
+class SSHSDPStrategy(FabricStrategyMixin, ParallelStrategy):
+    """Sharded data parallelism for ``lightning.fabric.Fabric``, as ``strategy="sshsdp"`` or constructed."""
+
+    family: ClassVar[Family] = FAMILIES[0]

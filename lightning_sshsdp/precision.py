@@ -1,0 +1,47 @@
+"""Lightning's precision plugins, made to work on sharded gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_sshsdp.grad_scaler import GlobalGradScaler
+from lightning_sshsdp.options import SUPPORTED_PRECISIONS
+
+if TYPE_CHECKING:
+    from lightning_sshsdp.family import Family
+
+__all__ = ["check_precision", "share_scaler"]
+
+# Plugins that belong to other strategies, or change modules in ways that the engine does not know.
+_REFUSED = (
+    "FSDPPrecision",
+    "DeepSpeedPrecision",
+    "XLAPrecision",
+    "BitsandbytesPrecision",
+    "TransformerEnginePrecision",
+)
+
+
+def check_precision(plugin: Any, family: Family) -> None:
+    """Raise if a plugin's precision is not supported.
+
+    Raises:
+        ValueError: With the list of those that are.
+    """
+    name = getattr(plugin, "precision", None)
+    plugins = "plugins.precision"
+    refused = tuple(family.fabric_name(f"{plugins}.{refused}") for refused in _REFUSED)
+    if name not in SUPPORTED_PRECISIONS or isinstance(plugin, refused):
+        raise ValueError(
+            f"the sshsdp strategy does not support {type(plugin).__name__} with precision {name!r}: choose "
+            f"one of {', '.join(SUPPORTED_PRECISIONS)}"
+        )
+
+
+def share_scaler(plugin: Any) -> None:
+    """Give a plugin with a gradient scaler one whose ranks agree."""
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GlobalGradScaler):
+        plugin.scaler = GlobalGradScaler.like(scaler)

@@ -1,0 +1,113 @@
+"""Directories of ``torch.distributed.checkpoint`` with a ``meta.pt`` for everything that is no shard."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import sshsdp
+
+__all__ = [
+    "is_sharded_checkpoint",
+    "load_sharded_model",
+    "load_sharded_optimizer",
+    "read_metadata",
+    "save_sharded",
+]
+
+METADATA_FILE = "meta.pt"
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether a path is a directory that `save_sharded` (or Lightning) wrote."""
+    return (path / METADATA_FILE).is_file()
+
+
+def save_sharded(path: Path, states: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Write a directory beside ``path``, then put it there. Collective.
+
+    Replaces a file or a checkpoint directory at ``path``. Killed in the middle, it leaves what was
+    there before.
+
+    Raises:
+        IsADirectoryError: A directory that is no checkpoint is in the way.
+        RuntimeError: A rank could not write.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    _on_rank_0(lambda: _prepare(path, unfinished))
+    try:
+        dcp.save(dict(states), storage_writer=dcp.FileSystemWriter(unfinished))
+    except CheckpointException as error:
+        # It derives from BaseException, so that Lightning would not clean up.
+        raise RuntimeError(f"could not write the checkpoint {path}: {error}") from error
+
+    def finish() -> None:
+        torch.save(dict(metadata), unfinished / METADATA_FILE)
+        _replace(unfinished, path)
+
+    _on_rank_0(finish)
+
+
+def _prepare(path: Path, unfinished: Path) -> None:
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _replace(new: Path, path: Path) -> None:
+    if path.is_dir():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old)
+        return
+    path.unlink(missing_ok=True)
+    new.rename(path)
+
+
+def _on_rank_0(action: Callable[[], None]) -> None:
+    """Run ``action`` on rank 0; raise its error on every rank, so that none waits in vain."""
+    outcome: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What is in ``meta.pt``."""
+    metadata: dict[str, Any] = torch.load(
+        path / METADATA_FILE, map_location="cpu", weights_only=weights_only
+    )
+    return metadata
+
+
+def load_sharded_model(engine: sshsdp.Engine, path: Path, *, strict: bool) -> None:
+    """Read the model's shards from a directory, whatever wrote it. Collective.
+
+    Raises:
+        RuntimeError: The names in the file and in the model differ and ``strict`` is set.
+    """
+    raise NotImplementedError
+
+
+def load_sharded_optimizer(
+    engine: sshsdp.Engine, optimizer: torch.optim.Optimizer, path: Path, key: str
+) -> None:
+    """Read an optimizer's shards from under ``key``, if there are any. Collective."""
+    raise NotImplementedError
