@@ -43,26 +43,9 @@ class _Waiting(NamedTuple):
 class CheckpointMixin:
     """The checkpoint methods of the Trainer strategy."""
 
-    def _init_checkpoints(self, checkpoint_io: Any) -> None:
+    def _init_loading(self) -> None:
         self._waiting: _Waiting | None = None
         self._directory: Path | None = None
-        self._check_checkpoint_io(checkpoint_io)
-
-    def _check_checkpoint_io(self, checkpoint_io: Any) -> None:
-        if checkpoint_io is not None and self._checkpoint_format == "sharded":
-            raise ValueError(
-                "a CheckpointIO plugin writes single files: give the strategy checkpoint='full' to use one"
-            )
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Reads and writes single files."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: Any) -> None:
-        self._check_checkpoint_io(checkpoint_io)
-        self._checkpoint_io = checkpoint_io
 
     # Saving
 
@@ -141,7 +124,7 @@ class CheckpointMixin:
         if waiting is None:
             return
         if self._directory is not None:
-            load_sharded_model(self.engine, self._directory, strict=waiting.strict)
+            load_sharded_model(self.engine, self._directory, "model", strict=waiting.strict)
         else:
             self.engine.load_full_state_dict(
                 waiting.checkpoint["state_dict"], strict=waiting.strict

@@ -183,6 +183,24 @@ class StrategyMixin:
     def _is_initialized() -> bool:
         return dist.is_available() and dist.is_initialized()
 
+    # Checkpoints
+
+    def _check_checkpoint_io(self, checkpoint_io: Any) -> None:
+        if checkpoint_io is not None and self._checkpoint_format == "sharded":
+            raise ValueError(
+                "a CheckpointIO plugin writes single files: give the strategy checkpoint='full' to use one"
+            )
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Reads and writes single files."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._check_checkpoint_io(checkpoint_io)
+        self._checkpoint_io = checkpoint_io
+
     # Engines
 
     def _shard(self, module: nn.Module, precision: str) -> sshsdp.Engine:

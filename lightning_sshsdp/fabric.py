@@ -42,6 +42,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
         precision: Any | None = None,
     ) -> None:
         """Set the options; nothing is started yet.
@@ -62,6 +63,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
             accelerator: As for any Lightning strategy; usually left to Fabric.
             parallel_devices: Likewise.
             cluster_environment: Likewise.
+            checkpoint_io: Likewise; only with ``checkpoint="full"``.
             precision: Likewise.
         """
         self._init_options(
@@ -74,10 +76,12 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._check_checkpoint_io(checkpoint_io)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
             precision=precision,
         )
         self._engines: list[sshsdp.Engine] = []
@@ -108,7 +112,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
     @precision.setter
     def precision(self, plugin: Any) -> None:
         if plugin is not None:
-            check_precision(plugin, self.family)
+            check_precision(plugin)
             share_scaler(plugin)
         self._precision = plugin
 

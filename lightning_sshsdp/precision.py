@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_sshsdp.grad_scaler import GlobalGradScaler
 from lightning_sshsdp.options import SUPPORTED_PRECISIONS
-
-if TYPE_CHECKING:
-    from lightning_sshsdp.family import Family
 
 __all__ = ["check_precision", "share_scaler"]
 
@@ -24,16 +21,16 @@ _REFUSED = (
 )
 
 
-def check_precision(plugin: Any, family: Family) -> None:
+def check_precision(plugin: Any) -> None:
     """Raise if a plugin's precision is not supported.
 
     Raises:
         ValueError: With the list of those that are.
     """
     name = getattr(plugin, "precision", None)
-    plugins = "plugins.precision"
-    refused = tuple(family.fabric_name(f"{plugins}.{refused}") for refused in _REFUSED)
-    if name not in SUPPORTED_PRECISIONS or isinstance(plugin, refused):
+    # By name: the same plugin is another class in each of Lightning's packages.
+    is_refused = any(cls.__name__ in _REFUSED for cls in type(plugin).__mro__)
+    if name not in SUPPORTED_PRECISIONS or is_refused:
         raise ValueError(
             f"the sshsdp strategy does not support {type(plugin).__name__} with precision {name!r}: choose "
             f"one of {', '.join(SUPPORTED_PRECISIONS)}"

@@ -17,6 +17,7 @@ from lightning_sshsdp.environment import (
     StrategyMixin,
     attach_optimizers,
     engine_of,
+    unwrap_optimizer,
 )
 from lightning_sshsdp.precision import check_precision, share_scaler
 from lightning_sshsdp.toggling import forward_toggles
@@ -77,7 +78,8 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._init_checkpoints(checkpoint_io)
+        self._init_loading()
+        self._check_checkpoint_io(checkpoint_io)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -134,7 +136,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            check_precision(plugin, self.family)
+            check_precision(plugin)
             share_scaler(plugin)
             plugin.clip_grad_by_norm = self._clip_grad_by_norm
         self._precision_plugin = plugin
@@ -171,7 +173,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
     # Training
 
     def _clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self.engine.clip_grad_norm_(clip_val, optimizer=optimizer)
+        self.engine.clip_grad_norm_(clip_val, optimizer=unwrap_optimizer(optimizer))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

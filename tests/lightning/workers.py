@@ -93,6 +93,8 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     )
     import torch
 
+    import lightning_sshsdp  # noqa: F401  (registers the strategy)
+
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:

@@ -1,0 +1,110 @@
+"""Run as a script: train with ``strategy="sshsdp"`` under one of Lightning's import names.
+
+``train_by_name.py NAME [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0 prints one
+JSON line with what it saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from typing import Any
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--fail-rank", type=int)
+    return parser.parse_args()
+
+
+def _loader() -> Any:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    x = torch.arange(16.0).reshape(8, 2) / 16
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+
+
+def _train_with_trainer(package: Any, fail_rank: int | None) -> tuple[Any, list[float]]:
+    import torch
+
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(2, 1)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_rank == fail_rank and self.trainer.global_step == 1:
+                raise RuntimeError("this rank fails")
+            loss = torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = package.Trainer(
+        strategy="sshsdp",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, _loader())
+    return trainer.strategy, module.losses
+
+
+def _train_with_fabric(package: Any) -> tuple[Any, list[float]]:
+    import torch
+
+    fabric = package.Fabric(strategy="sshsdp", accelerator="cpu", devices=2)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(_loader())
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+    return fabric.strategy, losses
+
+
+def main() -> None:
+    """Train and report."""
+    arguments = _arguments()
+    package = importlib.import_module(arguments.name)
+    if hasattr(package, "Trainer"):
+        strategy, losses = _train_with_trainer(package, arguments.fail_rank)
+    else:
+        strategy, losses = _train_with_fabric(package)
+    import torch.distributed as dist
+
+    if strategy.global_rank == 0:
+        base = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "ParallelStrategy")
+        report = {
+            "base": base.__module__,
+            "world_size": dist.get_world_size(),
+            "losses": losses,
+        }
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
