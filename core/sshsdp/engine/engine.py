@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from sshsdp.engine.gradients import install_rules, remove_rules
 from sshsdp.engine.hooks import ModuleHooks
-from sshsdp.engine.schedule import Orders, Schedule
+from sshsdp.engine.orders import Orders
+from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
 from sshsdp.engine.whole import WholeModel
 from sshsdp.layout.layout import Layout, UnitLayout

@@ -3,8 +3,8 @@
 Note: one order on every rank. Gathers and reductions are issued in an order that does not depend on
 what a rank computes. A rank that skips a unit still gathers (and at once frees) it where its turn is,
 and reduces zeros for it, so ranks that use different parameters stay in step. The order starts as the
-order of registration; after the first backward, the order in which units were really used is taken
-from rank 0, for all ranks. It never decides *whether* a unit with trainable parameters takes part.
+order of registration; after the first backward, the orders in which the ranks really used the units are
+merged into one (`orders`). It never decides *whether* a unit with trainable parameters takes part.
 
 Forward walks through the units once per call of the root module, backward once per such call whose
 graph is reached. Units called out of turn (a second time, or outside of the root module) are gathered
@@ -18,62 +18,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
+from sshsdp.engine.orders import Orders
 from sshsdp.engine.unit import UnitState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from sshsdp.engine.unit import Unit
     from sshsdp.stats import Stats
 
     MayFree = Callable[[Unit], bool]
 
-__all__ = ["Orders", "Schedule"]
-
-
-class Orders:
-    """The orders in which units are gathered in forward and backward, and reduced."""
-
-    def __init__(self, forward: list[Unit], backward: list[Unit], reduction: list[Unit]) -> None:
-        """Take three orders of the same units."""
-        self.forward = forward
-        self.backward = backward
-        self.reduction = reduction
-
-    def __iter__(self) -> Iterator[list[Unit]]:
-        """Forward, backward, reduction."""
-        return iter((self.forward, self.backward, self.reduction))
-
-    @classmethod
-    def of_registration(cls, units: Sequence[Unit]) -> Orders:
-        """Units as the model registers them, root first; backwards in backward."""
-        return cls(list(units), list(reversed(units)), list(reversed(units)))
-
-    @classmethod
-    def merged(cls, units: Sequence[Unit], seen: Sequence[Sequence[Sequence[int]]]) -> Orders:
-        """Rank 0's order, then what only other ranks used, then what nobody used.
-
-        Args:
-            units: All units.
-            seen: For every rank, the indices of the units seen in forward, backward and reduction.
-        """
-        merged = []
-        for phase, default in enumerate(cls.of_registration(units)):
-            indices = [index for by_rank in seen for index in by_rank[phase]]
-            order = list(dict.fromkeys(units[index] for index in indices))
-            merged.append(order + [unit for unit in default if unit not in order])
-        forward, backward, reduction = merged
-        # Frozen units in front of the first trainable one need no gather in backward.
-        reached = {units[index] for by_rank in seen for index in by_rank[1]}
-        backward = [unit for unit in backward if unit in reached or unit.trainable_spaces]
-        return cls(forward, backward, reduction)
+__all__ = ["Schedule"]
 
 
 class _Walk:
-    """One pass over the units in a fixed order."""
+    """One pass over the units in a fixed order.
 
-    def __init__(self, order: list[Unit]) -> None:
+    Attributes:
+        frees_gathered: Passing over an unused unit frees it even if it was gathered before the walk
+            came to it. True in backward, where the ranks that use the unit free it after its turn.
+        ahead: Units whose turn has begun and that were not used yet.
+    """
+
+    def __init__(self, order: list[Unit], *, frees_gathered: bool) -> None:
         self.order = order
+        self.frees_gathered = frees_gathered
         self.position = {unit: index for index, unit in enumerate(order)}
         self.next = len(order)
         self.ahead: list[Unit] = []
@@ -81,7 +51,7 @@ class _Walk:
     def start(self, num_ahead: int) -> None:
         """Start gathering the next units before they are needed."""
         for unit in self.order[self.next : self.next + num_ahead]:
-            if unit.state is UnitState.SHARDED:
+            if unit.state is UnitState.SHARDED or self.frees_gathered:
                 unit.gather()
                 self.ahead.append(unit)
             self.next += 1
@@ -114,7 +84,7 @@ class _Walk:
 
 
 def _may_free_in_backward(unit: Unit) -> bool:
-    return not unit.is_root
+    return not unit.kept_for_backward
 
 
 class Schedule:
@@ -167,11 +137,13 @@ class Schedule:
         self._gradients_unwanted = False
 
     def _use(self, orders: Orders) -> None:
-        self._forward = _Walk(orders.forward)
-        self._backward = _Walk(orders.backward)
+        self._forward = _Walk(orders.forward, frees_gathered=False)
+        # The root stays gathered from forward on, and its backward begins before all others.
+        backward = [unit for unit in orders.backward if not unit.is_root]
+        self._backward = _Walk(backward, frees_gathered=True)
         self._reduction = [unit for unit in orders.reduction if unit.trainable_spaces]
         # The last unit of forward is the first of backward: freeing it would gather it twice in a row.
-        first = next((unit for unit in orders.backward if not unit.is_root), None)
+        first = next(iter(self._backward.order), None)
         self._turning_point = first if first is orders.forward[-1] else None
 
     # Forward
@@ -267,7 +239,7 @@ class Schedule:
         unit.num_pending_backwards -= 1
         if unit.is_complete:
             self._note(unit, "reduction")
-        if not self.is_pinned and not unit.is_root:
+        if not self.is_pinned and not unit.is_root and not unit.kept_for_backward:
             unit.free()
         if self.is_synchronizing:
             self._reduce_complete_units()

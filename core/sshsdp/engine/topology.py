@@ -8,7 +8,7 @@ different parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,13 @@ class Topology:
         replicate_columns = [column.tolist() for column in ranks.T]
         everyone = [ranks.flatten().tolist()]
 
+        world = dist.group.WORLD
+        assert world is not None
+        timeout = world._get_backend(device).options._timeout
+
         def collectives(axis: str, ranks_per_group: list[list[int]]) -> Collectives:
-            group, _ = dist.new_subgroups_by_enumeration(ranks_per_group)  # type: ignore[no-untyped-call]
+            make: Any = dist.new_subgroups_by_enumeration
+            group, _ = make(ranks_per_group, timeout=timeout)
             assert group is not None
             return Collectives(group, axis, device, stats.wire)
 

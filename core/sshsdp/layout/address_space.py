@@ -36,8 +36,8 @@ class Region:
         name: Fully qualified name of the parameter.
         start: First element of the region.
         shape: Logical shape of the parameter.
-        transposed: A 2-D parameter stored as its transpose: the runtime parameter is then a ``.t()``
-            view of the region.
+        transposed: A matrix (or a batch of them) stored with its last two dims swapped: the runtime
+            parameter is then an ``.mT`` view of the region.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Region:
     @property
     def stride(self) -> tuple[int, ...]:
         """Strides, in elements, of the logical parameter over the address space."""
-        if self.transposed:
-            return (1, self.shape[0])
         strides = [1] * len(self.shape)
         for dim in range(len(self.shape) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * max(self.shape[dim + 1], 1)
+        if self.transposed:
+            strides[-2:] = [1, self.shape[-2]]
         return tuple(strides)
 
 
@@ -83,7 +83,7 @@ class AddressSpace:
     def __post_init__(self) -> None:
         end = 0
         for region in self.regions:
-            if region.transposed and len(region.shape) != 2:
+            if region.transposed and len(region.shape) < 2:
                 raise ValueError(
                     f"region {region.name!r} of shape {region.shape} cannot be transposed"
                 )

@@ -10,7 +10,7 @@ class Piece:
     """Part of a parameter inside a flat range of an address space.
 
     The parameter's elements are counted in *storage order*: row-major over ``shape``, or, for a
-    transposed 2-D parameter, row-major over ``shape[::-1]``.
+    transposed parameter, row-major over ``shape`` with its last two dims swapped.
 
     Attributes:
         name: Fully qualified name of the parameter.

@@ -1,0 +1,97 @@
+"""The orders in which units are gathered and reduced, the same on every rank."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sshsdp.engine.unit import Unit
+
+__all__ = ["Orders", "merge_sequences"]
+
+
+class Orders:
+    """The orders in which units are gathered in forward and backward, and reduced."""
+
+    def __init__(self, forward: list[Unit], backward: list[Unit], reduction: list[Unit]) -> None:
+        """Take three orders of the same units."""
+        self.forward = forward
+        self.backward = backward
+        self.reduction = reduction
+
+    def __iter__(self) -> Iterator[list[Unit]]:
+        """Forward, backward, reduction."""
+        return iter((self.forward, self.backward, self.reduction))
+
+    @classmethod
+    def of_registration(cls, units: Sequence[Unit]) -> Orders:
+        """Units as the model registers them, root first; backwards in backward."""
+        return cls(list(units), list(reversed(units)), list(reversed(units)))
+
+    @classmethod
+    def merged(cls, units: Sequence[Unit], seen: Sequence[Sequence[Sequence[int]]]) -> Orders:
+        """One order that agrees with what every rank did.
+
+        Args:
+            units: All units.
+            seen: For every rank, the indices of the units seen in forward, backward and reduction.
+        """
+        default = list(range(len(units)))
+        forward = merge_sequences(default, [by_rank[0] for by_rank in seen])
+        backward = merge_sequences(default[::-1], [by_rank[1] for by_rank in seen])
+        reduction = merge_sequences(default[::-1], [by_rank[2] for by_rank in seen])
+        # Frozen units in front of the first trainable one need no gather in backward.
+        reached = {index for by_rank in seen for index in by_rank[1]}
+        return cls(
+            [units[index] for index in forward],
+            [units[i] for i in backward if i in reached or units[i].trainable_spaces],
+            [units[index] for index in reduction],
+        )
+
+
+def merge_sequences(default: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[int]:
+    """An order of ``default``'s items in which every sequence is in order.
+
+    Items that no sequence binds stay as near to their default place as possible. A sequence that
+    contradicts earlier ones is left out.
+
+    Example:
+        >>> merge_sequences([3, 2, 1, 0], [[2, 0], [3, 2, 1, 0]])
+        [3, 2, 1, 0]
+        >>> merge_sequences([0, 1, 2], [[2, 0]])
+        [1, 2, 0]
+    """
+    accepted: list[Sequence[int]] = []
+    order = list(default)
+    for sequence in dict.fromkeys(tuple(sequence) for sequence in sequences):
+        merged = _sort(default, [*accepted, sequence])
+        if merged is not None:
+            accepted.append(sequence)
+            order = merged
+    return order
+
+
+def _sort(default: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[int] | None:
+    """Topological order by default place, None if the sequences contradict each other."""
+    place = {item: index for index, item in enumerate(default)}
+    followers: dict[int, list[int]] = {item: [] for item in default}
+    num_before = dict.fromkeys(default, 0)
+    for sequence in sequences:
+        for earlier, later in pairwise(sequence):
+            followers[earlier].append(later)
+            num_before[later] += 1
+    ready = [(place[item], item) for item in default if not num_before[item]]
+    heapify(ready)
+    order = []
+    while ready:
+        _, item = heappop(ready)
+        order.append(item)
+        for later in followers[item]:
+            num_before[later] -= 1
+            if not num_before[later]:
+                heappush(ready, (place[later], later))
+    return order if len(order) == len(default) else None
