@@ -1,0 +1,1 @@
+"""Hugging Face Accelerate support for `sshsdp`."""
