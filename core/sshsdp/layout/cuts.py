@@ -4,9 +4,9 @@ A *cut unit* is a number of elements in storage order: a cut inside a region mus
 it away from the region's start. Formats and granularities each ask for one; `Cuts.both` combines
 them. A 2-D (or batched 2-D) parameter may be stored transposed, which divides its other side.
 
-Example: MXFP8 needs 32 full rows, in either storage order. A ``[4096, 14336]`` weight can be cut
-    into
-more pieces when it is stored as ``[14336, 4096]``:
+Example:
+    MXFP8 needs 32 full rows, in either storage order. A ``[4096, 14336]`` weight can be cut into
+    more pieces when it is stored as ``[14336, 4096]``:
 
     >>> rows((4096, 14336), 32, may_transpose=True)
     Cuts(unit=458752, transposed_unit=131072)

@@ -94,6 +94,13 @@ class Item:
             gap += round_up(shift, alignment)
         return None
 
+    def is_legal_at(self, start: int, span: int) -> bool:
+        """Whether all cuts inside the item are legal if it starts there."""
+        if self.numel == 0:
+            return True
+        room = span - start % span
+        return all(_least_shift(member, room, span) == 0 for member in self.members)
+
 
 def _least_shift(member: Member, distance: int, span: int) -> int:
     """How far a member must move on, at least, so that its inner cuts may become legal.
@@ -122,7 +129,7 @@ def least_span(items: Iterable[Item], num_spans: int, alignment: int) -> int:
 
 
 def binding_units(items: Iterable[Item], span: int) -> list[int]:
-    """What ``span`` must be a multiple of: units of members that hold two cuts wherever they lie."""
+    """What ``span`` must be a multiple of: the units of members that always hold two cuts."""
     units = [m.unit for item in items for m in item.members if m.numel > 2 * span]
     return list(dict.fromkeys(units))
 

@@ -46,10 +46,9 @@ class RegionRequest:
             Given up where it would cost padding.
         cut_unit: A shard cut inside the region must be a multiple of this many elements away from
             its start, in storage order (see `sshsdp.layout.cuts`). 1: anywhere; the parameter's
-            numel or
-            more: never cut.
+            numel or more: never cut.
         transposed_cut_unit: The same if the parameter (2-D, or a batch of matrices) is stored with
-            its last two dims swapped; None: it must not be.
+            its last two dims swapped, which is done only where it helps; None: it must not be.
         pack: Parameters that share this label are neighbours, in the given order, with no gap
             between them. They are stored as they are.
     """
@@ -156,7 +155,8 @@ class _Plan:
 @lru_cache(maxsize=256)
 def _plan(groups: tuple[_Signature, ...], num_spans: int, alignment: int) -> _Plan:
     """Search over storage orders; cached, because the blocks of a model are alike."""
-    smallest = least_span(_items(groups, (False,) * len(groups), alignment), num_spans, alignment)
+    as_given = _items(groups, (False,) * len(groups), alignment)
+    smallest = least_span(as_given, num_spans, alignment)
     best: _Plan | None = None
     for bound, transposed in _storage_orders(groups, smallest, alignment):
         if best is not None and bound >= best.span:
@@ -166,7 +166,11 @@ def _plan(groups: tuple[_Signature, ...], num_spans: int, alignment: int) -> _Pl
         found = _smallest_span(items, bound, num_spans, alignment, limit)
         if found is not None:
             span, starts = found
-            best = _Plan(tuple(starts), transposed, span)
+            needed = tuple(
+                is_transposed and not item.is_legal_at(start, span)
+                for is_transposed, item, start in zip(transposed, as_given, starts, strict=True)
+            )
+            best = _Plan(tuple(starts), needed, span)
     assert best is not None
     return best
 

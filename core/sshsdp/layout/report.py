@@ -57,8 +57,8 @@ class PlanReport:
             return line
         if self.unit > 1:
             line += (
-                f": {self.num_spans} shards of {self.units_per_span:.2f} pieces each, which cannot be "
-                f"cut finer ({self.unit:,} elements), must all take "
+                f": {self.num_spans} shards of {self.units_per_span:.2f} pieces each, which cannot "
+                f"be cut finer ({self.unit:,} elements), must all take "
                 f"{self.numel // self.num_spans // self.unit}"
             )
         return f"{line}; no legal plan has less" if self.is_minimal else line
