@@ -1,0 +1,101 @@
+"""From the parameters of a unit to its address spaces, as the engine builds and reports them.
+
+Parameters share an address space if they are trained or frozen alike and have one runtime dtype.
+Weights come first in it: biases and norms usually form the param group without weight decay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sshsdp.layout.cuts import Cuts, elements
+from sshsdp.layout.layout import UnitLayout
+from sshsdp.layout.planner import RegionRequest, plan_address_space
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+__all__ = ["ParameterSpec", "alignment_of", "group_by_space", "plan_unit", "requests_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """A parameter as the planner sees it.
+
+    Attributes:
+        name: Fully qualified name.
+        shape: Logical shape.
+        runtime_dtype: Dtype of its runtime elements.
+        is_trainable: Whether it has an update parameter.
+        cuts: Where shards may cut it: what its runtime format and its optimizer ask for.
+        pack: Label of the pack that it belongs to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    runtime_dtype: torch.dtype
+    is_trainable: bool
+    cuts: Cuts = field(default_factory=elements)
+    pack: str | None = None
+
+
+def alignment_of(dtype: torch.dtype) -> int:
+    """Elements at whose multiples regions and shards start: kernels load 16 bytes at a time."""
+    return max(16 // dtype.itemsize, 1)
+
+
+def group_by_space(
+    parameters: Iterable[ParameterSpec],
+) -> dict[tuple[bool, torch.dtype], list[ParameterSpec]]:
+    """The parameters of each address space, by trainability and runtime dtype."""
+    groups: dict[tuple[bool, torch.dtype], list[ParameterSpec]] = {}
+    for parameter in parameters:
+        key = (parameter.is_trainable, parameter.runtime_dtype)
+        groups.setdefault(key, []).append(parameter)
+    return groups
+
+
+def requests_of(parameters: Iterable[ParameterSpec]) -> list[RegionRequest]:
+    """What to ask the planner for."""
+    return [
+        RegionRequest(
+            name=parameter.name,
+            shape=parameter.shape,
+            order=len(parameter.shape) < 2,
+            cut_unit=parameter.cuts.unit,
+            transposed_cut_unit=parameter.cuts.transposed_unit,
+            pack=parameter.pack,
+        )
+        for parameter in parameters
+    ]
+
+
+def plan_unit(
+    name: str, parameters: Sequence[ParameterSpec], *, num_shards: int, num_update_slices: int
+) -> UnitLayout:
+    """Plan all address spaces of a unit.
+
+    Args:
+        name: FQN of the unit's module.
+        parameters: In ``named_parameters`` order, tied ones once.
+        num_shards: Size of the ``shard`` mesh dimension.
+        num_update_slices: Into how many update shards each shard is cut again.
+    """
+    groups = group_by_space(parameters)
+    return UnitLayout(
+        name=name,
+        spaces=tuple(
+            plan_address_space(
+                requests_of(members),
+                num_shards=num_shards,
+                num_update_slices=num_update_slices,
+                alignment=alignment_of(dtype),
+            )
+            for (_, dtype), members in groups.items()
+        ),
+        runtime_dtypes=tuple(dtype for _, dtype in groups),
+        trainable=tuple(is_trainable for is_trainable, _ in groups),
+    )
