@@ -12,23 +12,31 @@ Example:
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_sshsdp import registration
 
-__all__ = ["FabricSSHSDPStrategy", "SSHSDPStrategy"]
+if TYPE_CHECKING:
+    from lightning_sshsdp.flavours.lightning_fabric import SSHSDPStrategy as FabricSSHSDPStrategy
+    from lightning_sshsdp.flavours.lightning_pytorch import SSHSDPStrategy, ThroughputMonitor
+
+__all__ = ["FabricSSHSDPStrategy", "SSHSDPStrategy", "ThroughputMonitor"]
+
+# Public name: (name in its module, module for each family).
+_LAZY = {
+    "SSHSDPStrategy": ("SSHSDPStrategy", ("lightning_pytorch", "pytorch_lightning")),
+    "FabricSSHSDPStrategy": ("SSHSDPStrategy", ("lightning_fabric", "standalone_fabric")),
+    "ThroughputMonitor": ("ThroughputMonitor", ("lightning_pytorch", "pytorch_lightning")),
+}
 
 registration.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("SSHSDPStrategy", "FabricSSHSDPStrategy"):
-        from lightning_sshsdp.family import FAMILIES, current_family
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_sshsdp.family import FAMILIES, current_family
 
-        flavours = {
-            "SSHSDPStrategy": ("lightning_pytorch", "pytorch_lightning"),
-            "FabricSSHSDPStrategy": ("lightning_fabric", "standalone_fabric"),
-        }
-        flavour = flavours[name][FAMILIES.index(current_family())]
-        return import_module(f"lightning_sshsdp.flavours.{flavour}").SSHSDPStrategy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    attribute, modules = _LAZY[name]
+    module = modules[FAMILIES.index(current_family())]
+    return getattr(import_module(f"lightning_sshsdp.flavours.{module}"), attribute)

@@ -1,16 +1,24 @@
-"""The strategy for ``lightning.pytorch``."""
+"""The strategy and the callbacks for ``lightning.pytorch``."""
 
 from typing import ClassVar
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_sshsdp.trainer import TrainerStrategyMixin
 from lightning_sshsdp.family import FAMILIES, Family
+from lightning_sshsdp.throughput import ThroughputMonitorMixin
+from lightning_sshsdp.trainer import TrainerStrategyMixin
 
-__all__ = ["SSHSDPStrategy"]
+__all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
     """Sharded data parallelism for ``lightning.pytorch.Trainer``, as ``strategy="sshsdp"`` or constructed."""
+
+    family: ClassVar[Family] = FAMILIES[0]
+
+
+class ThroughputMonitor(ThroughputMonitorMixin, Callback):
+    """Logs tokens per second, MFU, memory and bytes moved, for ``lightning.pytorch.Trainer``."""
 
     family: ClassVar[Family] = FAMILIES[0]

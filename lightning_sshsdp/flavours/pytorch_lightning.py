@@ -1,16 +1,24 @@
-"""The strategy for ``pytorch_lightning``."""
+"""The strategy and the callbacks for ``pytorch_lightning``."""
 
 from typing import ClassVar
 
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
-from lightning_sshsdp.trainer import TrainerStrategyMixin
 from lightning_sshsdp.family import FAMILIES, Family
+from lightning_sshsdp.throughput import ThroughputMonitorMixin
+from lightning_sshsdp.trainer import TrainerStrategyMixin
 
-__all__ = ["SSHSDPStrategy"]
+__all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
     """Sharded data parallelism for ``pytorch_lightning.Trainer``, as ``strategy="sshsdp"`` or constructed."""
+
+    family: ClassVar[Family] = FAMILIES[1]
+
+
+class ThroughputMonitor(ThroughputMonitorMixin, Callback):
+    """Logs tokens per second, MFU, memory and bytes moved, for ``pytorch_lightning.Trainer``."""
 
     family: ClassVar[Family] = FAMILIES[1]
