@@ -10,16 +10,19 @@ from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat
 from sshsdp.optim.granularity import register_optimizer
+from sshsdp.packs import Pack, find_packs
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 from sshsdp.stats import Stats
 
 __all__ = [
     "DenseFormat",
     "Engine",
+    "Pack",
     "RuntimePolicy",
     "Stats",
     "UpdateParameter",
     "UpdatePolicy",
+    "find_packs",
     "register_optimizer",
     "shard",
 ]

@@ -1,12 +1,13 @@
-"""What a user may choose: how weights are run (`RuntimePolicy`) and how they are updated (`UpdatePolicy`)."""
+"""What a user may choose: how weights are run, and how they are updated."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.packs import Pack
 
 __all__ = ["RuntimePolicy", "UpdatePolicy"]
 
@@ -17,9 +18,10 @@ class RuntimePolicy:
 
     Attributes:
         dtype: Compute dtype of gathered parameters. ``None`` keeps each parameter's own dtype.
-        formats: Name pattern (``fnmatch`` glob over FQNs, ``*`` crosses dots) to runtime format; the
-            first match wins, the rest takes ``DenseFormat(dtype)``. Non-floating parameters always
-            keep their dtype.
+        formats: Name pattern (``fnmatch`` glob over FQNs, ``*`` crosses dots) to runtime format;
+            the first match wins, the rest takes ``DenseFormat(dtype)``. Non-floating parameters
+            always keep their dtype.
+        packs: Parameters that form one contiguous runtime tensor, see `sshsdp.Pack`.
         reshard_after_forward: Free gathered parameters after a unit's forward and gather them again
             in backward (less memory), or keep them (fewer bytes on the wire).
         prefetch: Number of units gathered ahead of the one that runs, in forward and in backward.
@@ -29,13 +31,16 @@ class RuntimePolicy:
 
     dtype: torch.dtype | None = torch.bfloat16
     formats: Mapping[str, DenseFormat] = field(default_factory=dict)
+    packs: Sequence[Pack] = ()
     reshard_after_forward: bool = True
     prefetch: int = 1
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"RuntimePolicy.dtype must be a floating-point dtype, got {self.dtype}")
+            raise ValueError(
+                f"RuntimePolicy.dtype must be a floating-point dtype, got {self.dtype}"
+            )
         if self.prefetch < 0:
             raise ValueError(f"RuntimePolicy.prefetch must be 0 or more, got {self.prefetch}")
         for pattern, runtime_format in self.formats.items():
@@ -52,8 +57,8 @@ class UpdatePolicy:
 
     Attributes:
         dtype: Master dtype of trainable parameters. ``None`` keeps each parameter's runtime dtype.
-        reduce_dtype: Dtype in which gradients are summed over ranks. ``None`` takes the master dtype.
-            Gradients are averaged: divided by the number of ranks.
+        reduce_dtype: Dtype in which gradients are summed over ranks. ``None`` takes the master
+            dtype. Gradients are averaged: divided by the number of ranks.
         sharding: On a 2-D mesh, ``"hierarchical"`` divides optimizer state over all R * S ranks,
             ``"replicated"`` (classic HSDP) over the S ranks of the ``shard`` axis only.
     """
@@ -66,9 +71,7 @@ class UpdatePolicy:
         for name in ("dtype", "reduce_dtype"):
             value = getattr(self, name)
             if value is not None and not value.is_floating_point:
-                raise ValueError(
-                    f"UpdatePolicy.{name} must be a floating-point dtype, got {value}"
-                )
+                raise ValueError(f"UpdatePolicy.{name} must be a floating-point dtype, got {value}")
         if self.sharding not in ("hierarchical", "replicated"):
             raise ValueError(
                 "UpdatePolicy.sharding must be 'hierarchical' or 'replicated', "

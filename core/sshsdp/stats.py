@@ -16,8 +16,8 @@ class Stats:
 
     Attributes:
         wire: Bytes received by this rank and number of calls, by ``"<axis>/<collective>"``.
-        gradient_copy_bytes: Gradients that were copied into the reduce input because their module has
-            no zero-copy rule.
+        gradient_copy_bytes: Gradients that were copied into the reduce input because their module
+            has no zero-copy rule.
         publish_bytes: Runtime bytes written by publish (0 where update and runtime parameters share
             memory).
         peak_gathered_bytes: Most bytes of gathered runtime parameters at any time.

@@ -45,6 +45,7 @@ def _raise_difference(entries: list[tuple[str, str]], what: str) -> None:
             if left != right:
                 raise RuntimeError(
                     f"{what}: the ranks differ. Rank 0 has {left[0]} {left[1]}, rank {rank} has "
-                    f"{right[0]} {right[1]}. Build the same model with the same policies on every rank"
+                    f"{right[0]} {right[1]}. Build the same model with the same policies on every "
+                    "rank"
                 )
     raise AssertionError("digests differ, entries do not")

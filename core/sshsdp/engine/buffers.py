@@ -1,10 +1,11 @@
 """Flat buffers whose memory comes and goes while views of them stay valid.
 
-Note: freeing by storage resize. A gathered buffer is freed with ``untyped_storage().resize_(0)`` and
-allocated by resizing back. Tensors over the storage, among them the ones that autograd saved for
-backward, stay valid objects and see the new contents after the next gather. Every tensor over a
-buffer is made with ``set_`` on the storage itself, so each has a version counter of its own: a gather
-that writes through the flat alias does not look like an in-place change of a parameter to autograd.
+Note: freeing by storage resize. A gathered buffer is freed with ``untyped_storage().resize_(0)``
+and allocated by resizing back. Tensors over the storage, among them the ones that autograd saved
+for backward, stay valid objects and see the new contents after the next gather. Every tensor over a
+buffer is made with ``set_`` on the storage itself, so each has a version counter of its own: a
+gather that writes through the flat alias does not look like an in-place change of a parameter to
+autograd.
 """
 
 import torch

@@ -11,12 +11,12 @@ from sshsdp.engine.agreement import agree
 from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
 from sshsdp.engine.engine import Engine
 from sshsdp.engine.materialize import holds_meta, materialize
+from sshsdp.engine.packing import resolve_packs
 from sshsdp.engine.patterns import check_patterns, first_match
-from sshsdp.engine.space import ShardedSpace, alignment_of
+from sshsdp.engine.space import ShardedSpace, plan_space
 from sshsdp.engine.topology import Topology, resolve_mesh
 from sshsdp.engine.unit import Unit
 from sshsdp.formats.dense import DenseFormat
-from sshsdp.layout.planner import RegionRequest, plan_address_space
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 from sshsdp.stats import Stats
 
@@ -45,7 +45,8 @@ def shard(
     parameter and buffer values win; the other ranks' may be anything, or on the meta device.
 
     Args:
-        model: On cpu, the accelerator or meta. Its parameters keep their names, shapes and identity.
+        model: On cpu, the accelerator or meta. Its parameters keep their names, shapes and
+            identity.
         mesh: None for a 1-D mesh over the default group; else a 1-D mesh, or a 2-D one with
             ``mesh_dim_names=("replicate", "shard")``, over all ranks.
         units: What is gathered together. None: every child of every outermost ``nn.ModuleList``; or
@@ -60,8 +61,8 @@ def shard(
 
     Raises:
         RuntimeError: No process group; the model is sharded already; the ranks differ.
-        ValueError: A mesh that does not fit the world, an unknown pattern, a parameter that cannot be
-            sharded.
+        ValueError: A mesh that does not fit the world, an unknown pattern, a parameter that cannot
+            be sharded.
     """
     runtime = runtime or RuntimePolicy()
     update = update or UpdatePolicy()
@@ -69,12 +70,14 @@ def shard(
     mesh = resolve_mesh(mesh, target)
     if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}: a mesh must cover all ranks"
+            f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}: a mesh must "
+            "cover all ranks"
         )
     target = target or _current_device(mesh.device_type)
 
     slots: list[ParameterSlot] = []
     unit_modules: dict[str, nn.Module] = {}
+    packs: list[list[ParameterSlot]] = []
     error: Exception | None = None
     try:
         slots = collect_slots(model)
@@ -82,13 +85,15 @@ def shard(
         check_patterns(
             runtime.formats, [alias for slot in slots for alias in slot.aliases], "formats"
         )
+        unit_of = {slot: unit_of_slot(slot, unit_modules) for slot in slots}
+        packs = resolve_packs(runtime.packs, slots, unit_of)
     except Exception as caught:
         error = caught
     agree(_describe(model, mesh, slots, unit_modules, runtime, update), error, "sshsdp.shard()")
 
     stats = Stats()
     topology = Topology.build(mesh, target, stats, update.sharding)
-    builder = _Builder(model, topology, runtime, update, stats)
+    builder = _Builder(model, topology, runtime, update, stats, packs)
     built = builder.build(slots, unit_modules)
     _place_buffers(model, topology)
     return Engine(model, built, topology, runtime, update, stats)
@@ -139,8 +144,10 @@ class _Builder:
         runtime: RuntimePolicy,
         update: UpdatePolicy,
         stats: Stats,
+        packs: list[list[ParameterSlot]],
     ) -> None:
         self._model = model
+        self._packs = packs
         self._topology = topology
         self._runtime = runtime
         self._update = update
@@ -149,9 +156,7 @@ class _Builder:
         dist.broadcast_object_list(from_rank_0, group=topology.world.group, group_src=0)
         self._initializes = from_rank_0[0]
 
-    def build(
-        self, slots: list[ParameterSlot], unit_modules: dict[str, nn.Module]
-    ) -> list[Unit]:
+    def build(self, slots: list[ParameterSlot], unit_modules: dict[str, nn.Module]) -> list[Unit]:
         modules = {ROOT: self._model, **unit_modules}
         members: dict[str, list[ParameterSlot]] = {name: [] for name in modules}
         for slot in slots:
@@ -184,13 +189,10 @@ class _Builder:
         self, unit_name: str, slots: list[ParameterSlot], trainable: bool, dtype: torch.dtype
     ) -> ShardedSpace:
         topology = self._topology
-        layout = plan_address_space(
-            # Weights first: biases and norms usually form the group without weight decay.
-            [RegionRequest(name=s.name, shape=s.shape, order=len(s.shape) < 2) for s in slots],
-            num_shards=topology.num_shards,
-            num_update_slices=topology.num_update_slices,
-            alignment=alignment_of(dtype),
-        )
+        packs = [pack for pack in self._packs if pack[0] in slots]
+        # Weights first: biases and norms usually form the group without weight decay.
+        order = {slot: int(len(slot.shape) < 2) for slot in slots}
+        layout = plan_space(slots, packs, order, dtype, topology)
         update_dtype = self._update.dtype or dtype
         values = None
         if topology.world.rank == 0:
@@ -212,6 +214,7 @@ class _Builder:
             reduce_dtype=self._update.reduce_dtype or update_dtype,
             topology=topology,
             stats=self._stats,
+            packs=packs,
         )
         space.scatter(values)
         return space

@@ -55,16 +55,19 @@ def collect_slots(model: nn.Module) -> list[ParameterSlot]:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if slot_of(parameter) is not None:
         raise RuntimeError(
-            f"parameter {name!r} is sharded already: call sshsdp.shard() once, on the outermost module, "
+            f"parameter {name!r} is sharded already: call sshsdp.shard() once, on the outermost "
+            "module, "
             "or engine.close() first"
         )
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(
-            f"parameter {name!r} has no shape yet (lazy module): run one forward before sshsdp.shard()"
+            f"parameter {name!r} has no shape yet (lazy module): run one forward before "
+            "sshsdp.shard()"
         )
     if isinstance(parameter.data, DTensor):
         raise ValueError(
-            f"parameter {name!r} is a DTensor, sharded by something else: give sshsdp.shard() the plain model"
+            f"parameter {name!r} is a DTensor, sharded by something else: give sshsdp.shard() the "
+            "plain model"
         )
 
 
@@ -118,7 +121,8 @@ def _by_class_or_pattern(
         if not any(isinstance(module, wanted) for module in modules.values()):
             present = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
             raise ValueError(
-                f"units: the model has no module of class {wanted.__name__}; it has {', '.join(present)}"
+                f"units: the model has no module of class {wanted.__name__}; it has "
+                f"{', '.join(present)}"
             )
     return {
         name: module

@@ -1,7 +1,8 @@
 """Every collective of the engine, with its group, its bytes and an optional recording.
 
-A `Collectives` object speaks over one mesh axis. Bytes are counted as they cross the wire *into this
-rank*: ``(n - 1) / n`` of the whole buffer for an all-gather or a reduce-scatter over ``n`` ranks.
+A `Collectives` object speaks over one mesh axis. Bytes are counted as they cross the wire *into
+this rank*: ``(n - 1) / n`` of the whole buffer for an all-gather or a reduce-scatter over ``n``
+ranks.
 
 On gloo, whose native all-gather and reduce-scatter run at less than half the speed of its
 point-to-point sends, both are built from those: an all-gather receives every other shard straight
@@ -58,11 +59,9 @@ class WireBytes:
 
 
 class Pending:
-    """A collective in flight. `wait` returns when its result may be used, and may be called again."""
+    """A collective in flight; `wait` returns when its result may be used, however often called."""
 
-    def __init__(
-        self, works: list[dist.Work], finish: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
         """Hold the backend's handles and what is to be done once they are through."""
         self._works = works
         self._finish = finish
@@ -125,8 +124,8 @@ class Collectives:
     ) -> Pending:
         """Sum ``source`` (1-D) over the ranks; ``finish`` gets this rank's slot of the sum.
 
-        ``source`` must not be written or freed before the result has been waited for. The tensor that
-        ``finish`` gets is its own to keep.
+        ``source`` must not be written or freed before the result has been waited for. The tensor
+        that ``finish`` gets is its own to keep.
         """
         self._count("reduce_scatter", label, source, source.nbytes // self.size * (self.size - 1))
         slots = source.view(self.size, -1)
@@ -140,8 +139,9 @@ class Collectives:
         works = self._exchange(lambda peer: slots[peer], lambda peer: received[peer])
 
         def sum_in_rank_order() -> None:
-            # Floating-point sums depend on their order: rank order is the same on every run. The first
-            # two terms may be swapped without a change, which lets a received buffer hold the sum.
+            # Floating-point sums depend on their order: rank order is the same on every run. The
+            # first two terms may be swapped without a change, which lets a received buffer hold the
+            # sum.
             terms = [received.get(rank, slots[rank]) for rank in range(self.size)]
             total = terms[0] if self.rank != 0 else terms[1]
             total.add_(terms[1] if self.rank != 0 else terms[0])

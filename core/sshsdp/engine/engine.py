@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from sshsdp.engine.gradients import install_rules, remove_rules
 from sshsdp.engine.hooks import ModuleHooks
 from sshsdp.engine.orders import Orders
+from sshsdp.engine.packing import fuse_linears
 from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
 from sshsdp.engine.whole import WholeModel
 from sshsdp.layout.layout import Layout, UnitLayout
-from sshsdp.layout.planner import RegionRequest, plan_address_space
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
 from sshsdp.optim.clipping import clip_by_norm, total_norm
 
@@ -97,12 +98,17 @@ class Engine(WholeModel):
         )
         for slot in self.slots:
             slot.connect(self._schedule.enter_backward, self._schedule.note_unwanted_gradient)
+        for unit in units:
+            for pack in unit.packs:
+                pack.follow_members()
         self._watch = ModelWatch(model)
         casts = runtime.dtype if runtime.cast_forward_inputs else None
         self._hooks = ModuleHooks(
             self._schedule, cast_inputs_to=casts, check_model=self._watch.check
         )
         self._ruled = install_rules(model)
+        packs = [pack for unit in units for pack in unit.packs]
+        self._fused = fuse_linears(runtime.packs, packs)
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]
         refuse_unattached_optimizers()
         stats.roll()
@@ -164,6 +170,24 @@ class Engine(WholeModel):
                     ),
                 )
 
+    def packed(self, name: str) -> nn.Parameter:
+        """The runtime tensor of a pack, for kernels: one leaf, ``[sum of dim 0, ...]``.
+
+        Readable while its unit is gathered, as parameters are. A gradient that reaches it reaches
+        the members.
+
+        Args:
+            name: FQN of any member.
+
+        Raises:
+            KeyError: The parameter is in no pack.
+        """
+        for unit in self.units:
+            for pack in unit.packs:
+                if any(name in member.aliases for member in pack.members):
+                    return pack.parameter
+        raise KeyError(f"parameter {name!r} is in no pack; see RuntimePolicy(packs=...)")
+
     @contextlib.contextmanager
     def record_collectives(self) -> Iterator[list[CollectiveRecord]]:
         """Collect every collective that this rank issues inside the context, in order."""
@@ -178,14 +202,13 @@ class Engine(WholeModel):
 
     # Optimizers and gradients
 
-    def attach(
-        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    ) -> Any:
+    def attach(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Any:
         """Point an optimizer (or several) at the update parameters, in place.
 
-        Param groups keep their settings and their order; their ``params`` become flat local tensors,
-        one for each unit and group. After each ``step`` the new values are published to the runtime
-        shards. Collective when the param groups ask for another order of the parameters.
+        Param groups keep their settings and their order; their ``params`` become flat local
+        tensors, one for each unit and group. After each ``step`` the new values are published to
+        the runtime shards. Collective when the param groups ask for another order of the
+        parameters.
 
         Args:
             optimizer: Built from the model's parameters, before or after `sshsdp.shard`.
@@ -194,8 +217,9 @@ class Engine(WholeModel):
             ``optimizer``.
 
         Raises:
-            ValueError: A group holds a tensor that is no parameter of the model, a parameter belongs to
-                an attached optimizer already, or the class is not known to work on flat pieces.
+            ValueError: A group holds a tensor that is no parameter of the model, a parameter
+                belongs to an attached optimizer already, or the class is not known to work on flat
+                pieces.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         error: Exception | None = None
@@ -226,9 +250,10 @@ class Engine(WholeModel):
         return [binding.optimizer for binding in self._bindings]
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo `attach`: the optimizer's groups hold the model's parameters again, its state is dropped.
+        """Undo `attach`: the optimizer holds the model's parameters again, and its state is dropped.
 
-        Gradients of its parameters are dropped too. Another optimizer may then be attached for them.
+        Gradients of its parameters are dropped too. Another optimizer may then be attached for
+        them.
 
         Raises:
             ValueError: The optimizer is not attached.
@@ -251,7 +276,8 @@ class Engine(WholeModel):
             if binding.optimizer is optimizer:
                 return binding
         raise ValueError(
-            f"engine.{caller}(): this {type(optimizer).__name__} is not attached: engine.attach(optimizer)"
+            f"engine.{caller}(): this {type(optimizer).__name__} is not attached: "
+            "engine.attach(optimizer)"
         )
 
     def _check_unbound(self, groups: list[list[list[ParameterSlot]]]) -> None:
@@ -268,21 +294,19 @@ class Engine(WholeModel):
         label = {slot: index for index, group in enumerate(groups) for slot in group}
         for space in self.spaces:
             labels = [label.get(slot, len(groups)) for slot in space.slots]
-            num_runs = 1 + sum(a != b for a, b in zip(labels, labels[1:], strict=False))
+            num_runs = 1 + sum(a != b for a, b in pairwise(labels))
             if not space.trainable or space.update_tensors or num_runs == len(set(labels)):
                 continue
-            requests = [
-                RegionRequest(name=slot.name, shape=slot.shape, order=order)
-                for slot, order in zip(space.slots, labels, strict=True)
-            ]
-            space.rearrange(plan_address_space(requests, **space.planning))
+            order = dict(zip(space.slots, labels, strict=True))
+            space.rearrange(space.rearranged(order))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients of backwards inside the context without reducing them.
 
-        The unsharded gradients stay on this rank (in the reduce dtype) until a backward outside of the
-        context reduces their sum. Gradients add up over micro-batches and are averaged over ranks.
+        The unsharded gradients stay on this rank (in the reduce dtype) until a backward outside of
+        the context reduces their sum. Gradients add up over micro-batches and are averaged over
+        ranks.
         """
         before = self._schedule.is_synchronizing
         self._schedule.is_synchronizing = False
@@ -317,14 +341,15 @@ class Engine(WholeModel):
             norm_type: Which norm.
             error_if_nonfinite: Raise if the norm is not finite.
             foreach: As in torch.
-            optimizer: Take only the gradients of this attached optimizer's parameters; default: all.
+            optimizer: Take only the gradients of this attached optimizer's parameters; default:
+                all.
 
         Returns:
             The total norm before clipping: a plain 0-d tensor, the same on every rank.
 
         Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank), or
-                no optimizer is attached.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank),
+                or no optimizer is attached.
         """
         tensors = self._tensors_with_gradients("clip_grad_norm_", optimizer)
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
@@ -366,7 +391,8 @@ class Engine(WholeModel):
     def _publish(self) -> None:
         if self._schedule.is_pinned:
             raise RuntimeError(
-                "optimizer.step() inside engine.unsharded(): the gathered parameters would not see the step. "
+                "optimizer.step() inside engine.unsharded(): the gathered parameters would not "
+                "see the step. "
                 "Leave the context first"
             )
         self._schedule.free_all()
@@ -407,8 +433,8 @@ class Engine(WholeModel):
         generate, as unevenly as they like.
 
         Args:
-            writes: Take over what was changed: each rank keeps the elements that it owns, so all ranks
-                must have made the same changes.
+            writes: Take over what was changed: each rank keeps the elements that it owns, so all
+                ranks must have made the same changes.
         """
         if self._schedule.is_pinned:
             raise RuntimeError("engine.unsharded() does not nest")
@@ -427,8 +453,8 @@ class Engine(WholeModel):
         """Remove all hooks and leave an ordinary model with whole parameters on every rank.
 
         Collective. Parameters keep their identity and take the master values, cast to the runtime
-        dtype. Attached optimizers are detached: they hold the model's parameters again. A second call
-        does nothing.
+        dtype. Attached optimizers are detached: they hold the model's parameters again. A second
+        call does nothing.
         """
         if self.is_closed:
             return
@@ -436,6 +462,8 @@ class Engine(WholeModel):
         for binding in self._bindings:
             binding.detach()
         self._hooks.remove()
+        for fused in self._fused:
+            fused.remove()
         remove_rules(self._ruled)
         self.model.__dict__.pop("zero_grad", None)
         self._schedule.gather_all()

@@ -1,8 +1,8 @@
 """Zero-copy gradients: module rules that write weight gradients straight into the reduce input.
 
 A rule replaces the forward of a module by one whose backward puts the weight gradient into the view
-that `ParameterSlot.gradient_target` hands out. Parameters without a rule take their ordinary gradient
-through a post-accumulate hook, at the price of one copy (counted in ``engine.stats``).
+that `GradientSlot.gradient_target` hands out. Parameters without a rule take their ordinary
+gradient through a post-accumulate hook, at the price of one copy (counted in ``engine.stats``).
 
 The numbers are the ones that autograd would compute: the same GEMMs on the same operands.
 """
@@ -21,9 +21,9 @@ from sshsdp.engine.parameter import slot_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.slots import GradientSlot
 
-__all__ = ["install_rules", "remove_rules"]
+__all__ = ["install_rules", "linear", "remove_rules", "runs_by_rule"]
 
 
 class _Linear(torch.autograd.Function):
@@ -35,8 +35,8 @@ class _Linear(torch.autograd.Function):
         inputs: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        weight_slot: ParameterSlot,
-        bias_slot: ParameterSlot | None,
+        weight_slot: GradientSlot,
+        bias_slot: GradientSlot | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.slots = weight_slot, bias_slot
@@ -74,10 +74,10 @@ class _Embedding(torch.autograd.Function):
         indices: torch.Tensor,
         weight: torch.Tensor,
         padding_index: int,
-        slot: ParameterSlot,
+        slot: GradientSlot,
     ) -> torch.Tensor:
         ctx.save_for_backward(indices)
-        ctx.padding_index, ctx.slot = padding_index, slot
+        ctx.padding_index, ctx.slot, ctx.num_embeddings = padding_index, slot, len(weight)
         return functional.embedding(
             indices, weight, padding_idx=padding_index if padding_index >= 0 else None
         )
@@ -86,14 +86,14 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         (indices,) = ctx.saved_tensors
-        slot: ParameterSlot = ctx.slot
+        slot: GradientSlot = ctx.slot
         if torch.is_grad_enabled():
-            return None, _dense_embedding_gradient(ctx, grad, indices, slot), None, None
+            return None, _dense_embedding_gradient(ctx, grad, indices), None, None
         if not slot.is_gradient_wanted():
             return None, None, None, None
         if slot.was_written or grad.dtype != slot.space.reduce_dtype or not grad.is_cpu:
             # On accelerators the dense kernel sorts first, which is faster and deterministic.
-            slot.accept_gradient(_dense_embedding_gradient(ctx, grad, indices, slot))
+            slot.accept_gradient(_dense_embedding_gradient(ctx, grad, indices))
             return None, None, None, None
         target, _ = slot.gradient_target()
         flat_indices = indices.reshape(-1)
@@ -104,16 +104,14 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-def _dense_embedding_gradient(
-    ctx: Any, grad: torch.Tensor, indices: torch.Tensor, slot: ParameterSlot
-) -> torch.Tensor:
+def _dense_embedding_gradient(ctx: Any, grad: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-        grad, indices, slot.shape[0], ctx.padding_index, False
+        grad, indices, ctx.num_embeddings, ctx.padding_index, False
     )
     return result
 
 
-def _write_product(slot: ParameterSlot, left: torch.Tensor, right: torch.Tensor) -> None:
+def _write_product(slot: GradientSlot, left: torch.Tensor, right: torch.Tensor) -> None:
     """``left @ right`` into the slot's gradient, in the reduce dtype."""
     dtype = slot.space.reduce_dtype
     widens = left.is_cuda and dtype == torch.float32
@@ -133,7 +131,7 @@ def _write_product(slot: ParameterSlot, left: torch.Tensor, right: torch.Tensor)
         torch.mm(left, right, out_dtype=torch.float32, out=target)
 
 
-def _write_sum(slot: ParameterSlot, grad: torch.Tensor) -> None:
+def _write_sum(slot: GradientSlot, grad: torch.Tensor) -> None:
     """The sum of ``grad`` over its rows into the slot's gradient."""
     if slot.was_written or grad.dtype != slot.space.reduce_dtype:
         slot.accept_gradient(grad.sum(0))
@@ -142,30 +140,55 @@ def _write_sum(slot: ParameterSlot, grad: torch.Tensor) -> None:
         torch.sum(grad, 0, out=target)
 
 
-def _slot_with_gradient(parameter: torch.Tensor | None) -> ParameterSlot | None:
+def _slot_with_gradient(parameter: torch.Tensor | None) -> GradientSlot | None:
     if parameter is None or not parameter.requires_grad:
         return None
     return slot_of(parameter)
 
 
-def _linear_forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    weight, bias = module.weight, module.bias
-    weight_slot, bias_slot = _slot_with_gradient(weight), _slot_with_gradient(bias)
+def runs_by_rule(module: nn.Linear, inputs: torch.Tensor) -> bool:
+    """Whether `linear` would take the zero-copy path."""
+    slots = _slot_with_gradient(module.weight), _slot_with_gradient(module.bias)
+    return (
+        slots[0] is not None
+        and (module.bias is None or slots[1] is not None)
+        and torch.is_grad_enabled()
+        and _autocast(inputs, module.weight).dtype == module.weight.dtype
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _autocast(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     device_type = inputs.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and inputs.is_floating_point():
         dtype = torch.get_autocast_dtype(device_type)
-        if inputs.is_floating_point() and weight.dtype == dtype:
-            inputs = inputs.to(dtype)
-    if (
-        weight_slot is None
-        or (bias is not None and bias_slot is None)
-        or not torch.is_grad_enabled()
-        or inputs.dtype != weight.dtype
-        or torch.compiler.is_compiling()
-    ):
-        return functional.linear(inputs, weight, bias)
+        return inputs.to(dtype) if weight.dtype == dtype else inputs
+    return inputs
+
+
+def linear(
+    module: nn.Linear,
+    inputs: torch.Tensor,
+    *,
+    weight: nn.Parameter | None = None,
+    bias: nn.Parameter | None = None,
+) -> torch.Tensor:
+    """A linear module's forward, with zero-copy weight gradients where they are possible.
+
+    Args:
+        module: The module.
+        inputs: ``[..., in_features]``.
+        weight: Used instead of the module's own, with ``bias`` (a pack's).
+        bias: See ``weight``.
+    """
+    if not runs_by_rule(module, inputs):
+        return functional.linear(inputs, module.weight, module.bias)
+    used: tuple[torch.Tensor, torch.Tensor | None] = (
+        (module.weight, module.bias) if weight is None else (weight, bias)
+    )
+    slots = slot_of(used[0]), slot_of(used[1])
     apply: Callable[..., torch.Tensor] = _Linear.apply
-    return apply(inputs, weight, bias, weight_slot, bias_slot)
+    return apply(_autocast(inputs, used[0]), *used, *slots)
 
 
 def _embedding_forward(module: nn.Embedding, inputs: torch.Tensor) -> torch.Tensor:
@@ -184,7 +207,7 @@ def _has_plain_embedding(module: nn.Embedding) -> bool:
 def _rule_for(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     # A subclass with a forward of its own does something else than the rule would.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return _linear_forward
+        return linear
     if (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward

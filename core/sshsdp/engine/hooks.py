@@ -54,8 +54,8 @@ def _is_opaque(leaf: Any) -> bool:
 
 
 def _call_before_backward(tensor: torch.Tensor, callback: Callable[[Any], None]) -> None:
-    # The node's hooks run after the tensor's: if the tensor is the next unit's input, that unit's end
-    # of backward (a tensor hook) comes first, and frees it before this one is gathered.
+    # The node's hooks run after the tensor's: if the tensor is the next unit's input, that unit's
+    # end of backward (a tensor hook) comes first, and frees it before this one is gathered.
     if tensor.grad_fn is None:
         tensor.register_hook(callback)  # type: ignore[no-untyped-call]
     else:
@@ -143,7 +143,10 @@ class ModuleHooks:
             unit.hooks_outputs = True
             tensors = _differentiable(_leaves((args, kwargs)))
             if tensors and not unit.is_root:
-                register_multi_grad_hook(tensors, lambda _: schedule.after_backward(unit))
+                has_leaf = any(tensor.grad_fn is None for tensor in tensors)
+                register_multi_grad_hook(
+                    tensors, lambda _: schedule.after_backward(unit, is_certain=not has_leaf)
+                )
         else:
             unit.hooks_outputs = False
         return args, kwargs

@@ -21,12 +21,16 @@ def holds_meta(model: nn.Module) -> bool:
 
 
 def materialize(
-    model: nn.Module, modules: Sequence[nn.Module], slots: Sequence[ParameterSlot], device: torch.device
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    slots: Sequence[ParameterSlot],
+    device: torch.device,
 ) -> None:
     """Allocate the meta tensors that ``modules`` hold directly and initialise those modules.
 
-    A module is initialised by its ``reset_parameters()``, or by the ``_init_weights(module)`` of the
-    nearest enclosing module that has one (transformers' models). Parameter objects stay the same.
+    A module is initialised by its ``reset_parameters()``, or by the ``_init_weights(module)`` of
+    the nearest enclosing module that has one (transformers' models). Parameter objects stay the
+    same.
 
     Raises:
         ValueError: A module has meta tensors and no way to initialise them.
@@ -58,7 +62,8 @@ def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
 def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any]:
     reset = getattr(module, "reset_parameters", None)
     if reset is not None:
-        return lambda: reset()
+        initializer: Callable[[], Any] = reset
+        return initializer
     names = {inner: name for name, inner in model.named_modules()}
     name = names[module]
     while True:
@@ -69,6 +74,7 @@ def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any]:
             break
         name = name.rpartition(".")[0]
     raise ValueError(
-        f"module {names[module]!r} ({type(module).__name__}) has parameters or buffers on the meta device and "
+        f"module {names[module]!r} ({type(module).__name__}) has parameters or buffers on the "
+        "meta device and "
         "no reset_parameters() to initialise them: add one, or build the model on a real device"
     )

@@ -17,14 +17,14 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.slots import GradientSlot
 
 __all__ = ["SLOT_ATTRIBUTE", "ShardedParameter", "slot_of"]
 
 SLOT_ATTRIBUTE = "_sshsdp_slot"
 
 
-def slot_of(parameter: object) -> ParameterSlot | None:
+def slot_of(parameter: object) -> GradientSlot | None:
     """The slot of a parameter that an engine manages, else None."""
     return getattr(parameter, SLOT_ATTRIBUTE, None)
 
@@ -103,14 +103,17 @@ class ShardedParameter(nn.Parameter):
         raise RuntimeError(_read_message(torch.Tensor.clone, (self,), {}))
 
 
-# `__torch_function__` is handed the bound method of a property's descriptor: a new one each time, but
-# they compare equal.
+# `__torch_function__` is handed the bound method of a property's descriptor: a new one each time,
+# but they compare equal.
 _properties: Any = torch.Tensor
 _GRAD_GETTER = _properties.grad.__get__
 _DATA_SETTER = _properties.data.__set__
 _DATA_PROPERTIES = frozenset(
     {_DATA_SETTER}
-    | {getattr(_properties, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")}
+    | {
+        getattr(_properties, name).__get__
+        for name in ("data", "T", "H", "mT", "mH", "real", "imag")
+    }
 )
 _CONVERSIONS = frozenset({torch.Tensor.to})
 
@@ -130,15 +133,14 @@ def _refuse_gradient_reads(parameter: object) -> None:
     slot = slot_of(parameter)
     if slot is not None and slot.has_reduced_gradient():
         raise RuntimeError(
-            f"the gradient of {slot.name!r} is sharded and belongs to its update parameter: clip with "
+            f"the gradient of {slot.name!r} is sharded and belongs to its update parameter: clip "
+            "with "
             "engine.clip_grad_norm_() or engine.clip_grad_value_(), read it from "
             "engine.update_parameters(), and clear it with optimizer.zero_grad()"
         )
 
 
-def _read_message(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
+def _read_message(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     # Only the first sharded parameter is named: it is the one that the user's line reads.
     values = [*args, *kwargs.values()]
     flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
@@ -148,8 +150,10 @@ def _read_message(
     if slot is None:
         return f"{operation}: this parameter is sharded and has no data here"
     return (
-        f"{operation}: parameter {slot.name!r} is sharded (unit {slot.unit_name!r}) and has no data here. "
+        f"{operation}: parameter {slot.name!r} is sharded (unit {slot.unit_name!r}) and has no "
+        "data here. "
         "Run it through the sharded module's forward, or read and write whole parameters under "
-        "`with engine.unsharded(writes=...)`; for exports use engine.full_state_dict(), and move or cast "
+        "`with engine.unsharded(writes=...)`; for exports use engine.full_state_dict(), and move "
+        "or cast "
         "a model before sshsdp.shard()"
     )

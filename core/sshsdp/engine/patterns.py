@@ -32,6 +32,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], where: str) ->
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(
-                f"{where}: the pattern {pattern!r} matches no name of the model. Patterns are fnmatch globs "
+                f"{where}: the pattern {pattern!r} matches no name of the model. Patterns are "
+                "fnmatch globs "
                 f"over full names, where '*' also crosses dots; the model's names are: {shown}"
             )

@@ -1,14 +1,15 @@
 """Which unit is gathered, freed and reduced when.
 
 Note: one order on every rank. Gathers and reductions are issued in an order that does not depend on
-what a rank computes. A rank that skips a unit still gathers (and at once frees) it where its turn is,
-and reduces zeros for it, so ranks that use different parameters stay in step. The order starts as the
-order of registration; after the first backward, the orders in which the ranks really used the units are
-merged into one (`orders`). It never decides *whether* a unit with trainable parameters takes part.
+what a rank computes. A rank that skips a unit still gathers (and at once frees) it where its turn
+is, and reduces zeros for it, so ranks that use different parameters stay in step. The order starts
+as the order of registration; after the first backward, the orders in which the ranks really used
+the units are merged into one (`orders`). It never decides *whether* a unit with trainable
+parameters takes part.
 
 Forward walks through the units once per call of the root module, backward once per such call whose
-graph is reached. Units called out of turn (a second time, or outside of the root module) are gathered
-on demand, which all ranks must then do alike.
+graph is reached. Units called out of turn (a second time, or outside of the root module) are
+gathered on demand, which all ranks must then do alike.
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class _Walk:
         self.drop_ahead(self.next, may_free)
 
 
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Call back at the end of the running backward (of the inner one, in a reentrant checkpoint)."""
+    Variable._execution_engine.queue_callback(callback)
+
+
 def _may_free_in_backward(unit: Unit) -> bool:
     return not unit.kept_for_backward
 
@@ -142,7 +148,8 @@ class Schedule:
         backward = [unit for unit in orders.backward if not unit.is_root]
         self._backward = _Walk(backward, frees_gathered=True)
         self._reduction = [unit for unit in orders.reduction if unit.trainable_spaces]
-        # The last unit of forward is the first of backward: freeing it would gather it twice in a row.
+        # The last unit of forward is the first of backward: freeing it would gather it twice in a
+        # row.
         first = next(iter(self._backward.order), None)
         self._turning_point = first if first is orders.forward[-1] else None
 
@@ -202,7 +209,7 @@ class Schedule:
         self._num_reduced = 0
         self._gradients_unwanted = False
         self._begin_gradient_window()
-        Variable._execution_engine.queue_callback(self._end_backward)
+        _queue_callback(self._end_backward)
 
     def _begin_gradient_window(self) -> None:
         # With no gradient waiting for the optimizer, what was used before is stepped or discarded.
@@ -211,7 +218,7 @@ class Schedule:
             return
         for space in spaces:
             for slot in space.slots:
-                slot.was_used = slot.was_written
+                slot.was_used = slot.is_written
 
     def note_unwanted_gradient(self) -> None:
         """This backward is a ``torch.autograd.grad`` that does not ask for some parameter."""
@@ -233,9 +240,24 @@ class Schedule:
         if not self.is_pinned:
             self._backward.advance_to(unit, self._prefetch, _may_free_in_backward)
 
-    def after_backward(self, unit: Unit) -> None:
-        """The backward of one of the unit's calls is over: free it, and reduce what is complete."""
+    def after_backward(self, unit: Unit, *, is_certain: bool = True) -> None:
+        """The backward of one of the unit's calls is over: free it, and reduce what is complete.
+
+        Args:
+            unit: The unit.
+            is_certain: False if an input is a leaf (as in reentrant checkpoints): its gradient may
+                be complete before those of the unit's own leaves. The running graph's end is then
+                waited for.
+        """
         self.enter_backward()
+        if is_certain:
+            self._leave_unit(unit)
+        else:
+            _queue_callback(lambda: self._leave_unit(unit))
+
+    def _leave_unit(self, unit: Unit) -> None:
+        if not self._in_backward:
+            return
         unit.num_pending_backwards -= 1
         if unit.is_complete:
             self._note(unit, "reduction")
@@ -278,7 +300,7 @@ class Schedule:
                 self._reduce(unit)
             # Gradients that came after their unit's reduction (graphs that hide a use of the unit).
             for unit in self._reduction:
-                if any(slot.was_written for slot in unit.slots):
+                if any(slot.is_written for slot in unit.slots):
                     self._reduce(unit)
             self._finish_reductions()
             self._on_reduced()
@@ -290,7 +312,7 @@ class Schedule:
     def _has_gradients(self) -> bool:
         # torch.autograd.grad() runs the hooks too, but asks for no parameter's gradient.
         return not self._gradients_unwanted or any(
-            slot.was_written for unit in self._reduction for slot in unit.slots
+            slot.is_written for unit in self._reduction for slot in unit.slots
         )
 
     def _close_backward(self) -> None:

@@ -1,62 +1,51 @@
-"""One slot per managed parameter: where it lives, who holds it, whether it has a gradient yet."""
+"""Slots: where a runtime tensor lives and whether it has a gradient yet.
+
+A `ParameterSlot` stands for one parameter of the model, a `PackSlot` for the contiguous tensor that
+several of them form.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from sshsdp.engine.parameter import SLOT_ATTRIBUTE, ShardedParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.engine.unit import Unit
     from sshsdp.layout.address_space import Region
 
-__all__ = ["ParameterSlot"]
+__all__ = ["GradientSlot", "PackSlot", "ParameterSlot"]
 
 
-class ParameterSlot:
-    """A model parameter and its place in an address space.
+class GradientSlot:
+    """A runtime tensor over a gather output whose gradient lands in the reduce input.
 
     Attributes:
-        name: Canonical FQN (the first in ``named_parameters`` order).
-        aliases: All FQNs of a tied parameter, the canonical one first.
-        parameter: The ``nn.Parameter`` that the model keeps.
-        holders: ``(module, attribute)`` pairs that refer to it.
-        was_written: A gradient landed in the current gradient buffer.
-        was_used: A gradient landed since the last optimizer step.
+        name: FQN, for messages.
+        parameter: The leaf that kernels read.
+        space: The address space it lives in.
+        unit: The unit that gathers it.
+        grad_view: Its view of the gradient buffer, once there is one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        aliases: tuple[str, ...],
-        parameter: nn.Parameter,
-        holders: tuple[tuple[nn.Module, str], ...],
-    ) -> None:
-        """Describe a parameter; `ShardedSpace` gives it its place."""
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        """Name a tensor; `ShardedSpace` and `Unit` give it its place."""
         self.name = name
-        self.aliases = aliases
         self.parameter = parameter
-        self.holders = holders
-        self.shape = tuple(parameter.shape)
-        self.original_dtype = parameter.dtype
-        self.requires_grad = parameter.requires_grad
         self.space: ShardedSpace
-        self.region: Region
         self.unit: Unit
+        self.grad_view: torch.Tensor | None = None
         self._enter_backward: Callable[[], None]
         self._on_unwanted_gradient: Callable[[], None]
         self._hook: RemovableHandle | None = None
-        self.was_written = False
-        self.was_used = False
-        self.grad_view: torch.Tensor | None = None
         self._gathered_class = type(parameter)
 
     @property
@@ -85,27 +74,19 @@ class ParameterSlot:
             if gradient is not None:
                 self.accept_gradient(gradient)
 
-    def release(self) -> None:
-        """Be an ordinary, whole parameter again (the unit must be gathered)."""
-        if self._hook is not None:
-            self._hook.remove()
-        self.show()
-        delattr(self.parameter, SLOT_ATTRIBUTE)
-        self.parameter.data = self.parameter.data.clone()
-
     def has_reduced_gradient(self) -> bool:
         """Whether a reduced gradient waits in the update parameters."""
         return any(update.grad is not None for update in self.space.update_tensors)
 
     def adopt(self, view: torch.Tensor) -> None:
-        """Make the model's parameter a view of a gather output. The object stays the same."""
+        """Make the parameter a view of a gather output. The object stays the same."""
         self.show()
         parameter = self.parameter
         if torch._has_compatible_shallow_copy_type(parameter, view):
             parameter.data = view
         else:
             attributes = dict(parameter.__dict__)
-            replacement = type(parameter)(view, requires_grad=self.requires_grad)
+            replacement = type(parameter)(view, requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
             parameter.__dict__.update(attributes)
         setattr(parameter, SLOT_ATTRIBUTE, self)
@@ -130,19 +111,26 @@ class ParameterSlot:
             self._on_unwanted_gradient()
         return wanted
 
+    @property
+    def was_written(self) -> bool:
+        """Whether a gradient is in the gradient buffer."""
+        raise NotImplementedError
+
     def gradient_target(self) -> tuple[torch.Tensor, bool]:
-        """Where a gradient of this parameter goes, and whether one is there already.
+        """Where a gradient of this tensor goes, and whether one is there already.
 
         Returns:
-            The view of the reduce-scatter input (original shape, reduce dtype), and True if the new
-            gradient must be added to it, False if it must overwrite it. The caller has to do so.
+            The view of the reduce-scatter input (the tensor's shape, reduce dtype), and True if the
+            new gradient must be added to it, False if it must overwrite it. The caller has to do
+            so.
         """
+        raise NotImplementedError
+
+    def _gradient_view(self) -> torch.Tensor:
         self._enter_backward()
         self.space.allocate_gradient()
         assert self.grad_view is not None
-        accumulate = self.was_written
-        self.was_written = self.was_used = True
-        return self.grad_view, accumulate
+        return self.grad_view
 
     def accept_gradient(self, gradient: torch.Tensor) -> None:
         """Copy or add an ordinary gradient tensor (any floating dtype)."""
@@ -152,3 +140,104 @@ class ParameterSlot:
         else:
             target.copy_(gradient)
             self.space.stats.gradient_copy_bytes += target.nbytes
+
+
+class ParameterSlot(GradientSlot):
+    """A model parameter and its place in an address space.
+
+    Attributes:
+        name: Canonical FQN (the first in ``named_parameters`` order).
+        aliases: All FQNs of a tied parameter, the canonical one first.
+        parameter: The ``nn.Parameter`` that the model keeps.
+        holders: ``(module, attribute)`` pairs that refer to it.
+        is_written: A gradient landed in the current gradient buffer.
+        was_used: A gradient landed since the last optimizer step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        aliases: tuple[str, ...],
+        parameter: nn.Parameter,
+        holders: tuple[tuple[nn.Module, str], ...],
+    ) -> None:
+        """Describe a parameter; `ShardedSpace` gives it its place."""
+        super().__init__(name, parameter)
+        self.aliases = aliases
+        self.holders = holders
+        self.shape = tuple(parameter.shape)
+        self.original_dtype = parameter.dtype
+        self.requires_grad = parameter.requires_grad
+        self.region: Region
+        self.is_written = False
+        self.was_used = False
+
+    def release(self) -> None:
+        """Be an ordinary, whole parameter again (the unit must be gathered)."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.show()
+        delattr(self.parameter, SLOT_ATTRIBUTE)
+        self.parameter.data = self.parameter.data.clone()
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a gradient is in the gradient buffer."""
+        return self.is_written
+
+    def gradient_target(self) -> tuple[torch.Tensor, bool]:
+        """See `GradientSlot.gradient_target`."""
+        target = self._gradient_view()
+        accumulate = self.is_written
+        self.is_written = self.was_used = True
+        return target, accumulate
+
+
+class PackSlot(GradientSlot):
+    """Neighbouring parameters as one runtime tensor: ``[sum of dim 0, ...]``.
+
+    Its leaf is no parameter of the model; its gradient is the members' gradients, in the same
+    memory.
+
+    Attributes:
+        members: The parameters, in pack order.
+    """
+
+    def __init__(self, members: Sequence[ParameterSlot], space: ShardedSpace) -> None:
+        """Stand for parameters of ``space``; `adopt` makes the leaf a view of them."""
+        leaf = nn.Parameter(
+            torch.empty(0, dtype=space.runtime_dtype, device=space.topology.device),
+            requires_grad=space.trainable,
+        )
+        super().__init__("+".join(member.name for member in members), leaf)
+        self.space = space
+        self.members = tuple(members)
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Start, shape and stride of the members' regions as one tensor of the address space."""
+        first = self.members[0].region
+        num_rows = sum(member.shape[0] for member in self.members)
+        return first.start, (num_rows, *first.shape[1:]), first.stride
+
+    def follow_members(self) -> None:
+        """Belong to the members' unit and report to whom they report."""
+        first = self.members[0]
+        self.unit = first.unit
+        self.connect(first._enter_backward, first._on_unwanted_gradient)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a gradient of some member is in the gradient buffer."""
+        return any(member.is_written for member in self.members)
+
+    def gradient_target(self) -> tuple[torch.Tensor, bool]:
+        """See `GradientSlot.gradient_target`."""
+        target = self._gradient_view()
+        accumulate = self.was_written
+        for member in self.members:
+            if accumulate and not member.is_written:
+                assert member.grad_view is not None
+                member.grad_view.zero_()
+            member.is_written = member.was_used = True
+        return target, accumulate

@@ -5,8 +5,8 @@
     update shard (master) --publish--> runtime shard --gather--> full --views--> runtime parameters
     update gradients <--average-- reduce-scatter <-- gradient buffer <--views-- weight gradients
 
-Note: runtime weights have one writer. `ShardedSpace.publish` is the only code that writes the runtime
-shard after construction; loading writes the update shard and publishes.
+Note: runtime weights have one writer. `ShardedSpace.publish` is the only code that writes the
+runtime shard after construction; loading writes the update shard and publishes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 
 from sshsdp.engine.buffers import FlatBuffer
 from sshsdp.engine.collectives import Pending
+from sshsdp.engine.slots import PackSlot
+from sshsdp.layout.planner import RegionRequest, plan_address_space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sshsdp.engine.slots import ParameterSlot
     from sshsdp.engine.topology import Topology
@@ -27,12 +29,41 @@ if TYPE_CHECKING:
     from sshsdp.layout.pieces import Piece
     from sshsdp.stats import Stats
 
-__all__ = ["ShardedSpace", "UpdateTensor", "alignment_of"]
+__all__ = ["ShardedSpace", "UpdateTensor", "plan_space"]
 
 
-def alignment_of(dtype: torch.dtype) -> int:
-    """Elements at whose multiples regions and shards start: kernels load 16 bytes at a time."""
-    return max(16 // dtype.itemsize, 1)
+# Kernels load 16 bytes at a time.
+_ALIGNMENT_BYTES = 16
+
+
+def plan_space(
+    slots: Sequence[ParameterSlot],
+    packs: Sequence[Sequence[ParameterSlot]],
+    order: Mapping[ParameterSlot, int],
+    runtime_dtype: torch.dtype,
+    topology: Topology,
+) -> AddressSpace:
+    """Lay out the parameters of one space.
+
+    Args:
+        slots: The parameters.
+        packs: Groups of them that must be neighbours.
+        order: Lower values come first; equal ones should form one range.
+        runtime_dtype: Decides the alignment.
+        topology: Number of shards and update slices.
+    """
+    label = {member: str(index) for index, pack in enumerate(packs) for member in pack}
+    members = [member for pack in packs for member in pack]
+    ordered = [*members, *(slot for slot in slots if slot not in label)]
+    return plan_address_space(
+        [
+            RegionRequest(name=slot.name, shape=slot.shape, order=order[slot], pack=label.get(slot))
+            for slot in (ordered if members else slots)
+        ],
+        num_shards=topology.num_shards,
+        num_update_slices=topology.num_update_slices,
+        alignment=max(_ALIGNMENT_BYTES // runtime_dtype.itemsize, 1),
+    )
 
 
 class UpdateTensor:
@@ -76,6 +107,7 @@ class ShardedSpace:
         reduce_dtype: torch.dtype,
         topology: Topology,
         stats: Stats,
+        packs: Sequence[Sequence[ParameterSlot]] = (),
     ) -> None:
         """Allocate the shards; `scatter` fills them."""
         self.unit_name = unit_name
@@ -88,6 +120,7 @@ class ShardedSpace:
         self.update_tensors: list[UpdateTensor] = []
         self._reducing: Pending | None = None
         self._replicas_are_stale = False
+        self.packs = [PackSlot(members, self) for members in packs]
         self.place(layout, slots)
 
     def place(self, layout: AddressSpace, slots: Sequence[ParameterSlot]) -> None:
@@ -112,19 +145,15 @@ class ShardedSpace:
         self._gradient: FlatBuffer | None = None
         for slot in self.slots:
             slot.space, slot.region = self, layout.by_name[slot.name]
-            slot.adopt(
-                self.gathered.view(slot.region.start, slot.region.shape, slot.region.stride)
-            )
+            slot.adopt(self.gathered.view(slot.region.start, slot.region.shape, slot.region.stride))
+        for pack in self.packs:
+            pack.adopt(self.gathered.view(*pack.place))
         self.gathered.free()
 
-    @property
-    def planning(self) -> dict[str, int]:
-        """What the planner was told beside the parameters."""
-        return {
-            "num_shards": self.topology.num_shards,
-            "num_update_slices": self.topology.num_update_slices,
-            "alignment": alignment_of(self.runtime_dtype),
-        }
+    def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
+        """A layout in which parameters with a lower ``order`` come first, as far as packs allow."""
+        packs = [pack.members for pack in self.packs]
+        return plan_space(self.slots, packs, order, self.runtime_dtype, self.topology)
 
     @property
     def is_shared(self) -> bool:
@@ -262,7 +291,7 @@ class ShardedSpace:
         for update in self.update_tensors:
             update.tensor.grad = None
         for slot in self.slots:
-            slot.was_written = slot.was_used = False
+            slot.is_written = slot.was_used = False
         if self._gradient is not None:
             self._gradient.free()
             self._gradient = None
@@ -279,6 +308,8 @@ class ShardedSpace:
                 slot.grad_view = self._gradient.view(
                     slot.region.start, slot.region.shape, slot.region.stride
                 )
+            for pack in self.packs:
+                pack.grad_view = self._gradient.view(*pack.place)
         self._gradient.allocate()
         # Padding is summed and lies inside flat update parameters: garbage would reach their norms.
         for start, stop in self.layout.gaps:
@@ -295,10 +326,10 @@ class ShardedSpace:
         self.allocate_gradient()
         assert self._gradient is not None
         for slot in self.slots:
-            if not slot.was_written:
+            if not slot.is_written:
                 assert slot.grad_view is not None
                 slot.grad_view.zero_()
-            slot.was_written = False
+            slot.is_written = False
         self._reducing = self.topology.reduce.reduce_scatter(
             self._gradient.flat, self.unit_name, self._reduce_over_replicas
         )

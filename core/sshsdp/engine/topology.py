@@ -1,8 +1,8 @@
 """The process groups of a mesh, and this rank's place in it.
 
-Gathers and reductions speak over process groups of their own: the order of the gathers is the same on
-every rank and so is the order of the reductions, but how the two interleave may differ when ranks use
-different parameters.
+Gathers and reductions speak over process groups of their own: the order of the gathers is the same
+on every rank and so is the order of the reductions, but how the two interleave may differ when
+ranks use different parameters.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> Device
                 dist.init_process_group()
             except ValueError as error:
                 raise RuntimeError(
-                    "sshsdp.shard() needs a process group: start the program with torchrun, or call "
-                    "torch.distributed.init_process_group() first (with world_size=1 for one process)"
+                    "sshsdp.shard() needs a process group: start the program with torchrun, or "
+                    "call "
+                    "torch.distributed.init_process_group() first (with world_size=1 for one "
+                    "process)"
                 ) from error
         kind = device.type if device is not None else _default_device_type()
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(SHARD,))

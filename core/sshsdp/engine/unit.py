@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sshsdp.engine.collectives import Pending
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.slots import PackSlot, ParameterSlot
     from sshsdp.engine.space import ShardedSpace
 
 __all__ = ["Unit", "UnitState"]
@@ -40,12 +40,14 @@ class Unit:
         num_pending_backwards: Forward calls whose backward has not come yet.
         num_expected_recomputes: Forward calls without grad inside a forward with grad (reentrant
             activation checkpointing): their recomputation will come in backward.
-        kept_for_backward: Some forward call left no tensor to hook, so that nothing would gather the
-            unit in backward: it stays gathered until backward is over.
+        kept_for_backward: Some forward call left no tensor to hook, so that nothing would gather
+            the unit in backward: it stays gathered until backward is over.
         hooks_outputs: Whether the outputs of the running forward call get backward hooks.
     """
 
-    def __init__(self, name: str, module: nn.Module, spaces: list[ShardedSpace], is_root: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, spaces: list[ShardedSpace], is_root: bool
+    ) -> None:
         """Start sharded."""
         self.name = name
         self.module = module
@@ -57,13 +59,18 @@ class Unit:
         self.kept_for_backward = False
         self.hooks_outputs = False
         self._gathers: list[Pending] = []
-        for slot in self.slots:
+        for slot in (*self.slots, *self.packs):
             slot.unit = self
 
     @property
     def slots(self) -> list[ParameterSlot]:
         """The slots of all spaces."""
         return [slot for space in self.spaces for slot in space.slots]
+
+    @property
+    def packs(self) -> list[PackSlot]:
+        """The packs of all spaces."""
+        return [pack for space in self.spaces for pack in space.packs]
 
     @property
     def trainable_spaces(self) -> list[ShardedSpace]:
@@ -90,7 +97,7 @@ class Unit:
         for pending in self._gathers:
             pending.wait()
         self._gathers = []
-        for slot in self.slots:
+        for slot in (*self.slots, *self.packs):
             slot.show()
         self.state = UnitState.GATHERED
 
@@ -101,7 +108,7 @@ class Unit:
         self.wait()
         for space in self.spaces:
             space.gathered.free()
-        for slot in self.slots:
+        for slot in (*self.slots, *self.packs):
             slot.hide()
         self.state = UnitState.SHARDED
 

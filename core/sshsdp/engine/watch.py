@@ -30,8 +30,8 @@ class ModelWatch:
         """Compare.
 
         Raises:
-            RuntimeError: A parameter or module was added, removed or replaced, or a parameter that was
-                frozen is trainable now.
+            RuntimeError: A parameter or module was added, removed or replaced, or a parameter that
+                was frozen is trainable now.
         """
         for name, module, parameters, num_children in self._modules:
             if len(module._modules) != num_children:
@@ -44,11 +44,13 @@ class ModelWatch:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
-                    f"parameter {name!r} was frozen when sshsdp.shard() ran and is trainable now: it has no update "
+                    f"parameter {name!r} was frozen when sshsdp.shard() ran and is trainable now: "
+                    "it has no update "
                     "parameter. Set requires_grad before sshsdp.shard(); freezing later is fine"
                 )
 
     def _refuse(self, what: str) -> None:
         raise RuntimeError(
-            f"the model was changed after sshsdp.shard(): {what}. Change the model first, then shard it"
+            f"the model was changed after sshsdp.shard(): {what}. Change the model first, then "
+            "shard it"
         )

@@ -31,7 +31,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 def state_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]:
-    """``(key, module, attribute, is_parameter)`` in ``state_dict`` order; persistent buffers only."""
+    """``(key, module, attribute, is_parameter)`` in ``state_dict`` order, persistent ones."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for attribute, parameter in module._parameters.items():
@@ -55,9 +55,7 @@ class WholeModel:
         """All address spaces, unit by unit."""
         raise NotImplementedError
 
-    def _agree(
-        self, entries: list[tuple[str, str]], error: Exception | None, what: str
-    ) -> None:
+    def _agree(self, entries: list[tuple[str, str]], error: Exception | None, what: str) -> None:
         agree(entries, error, what)
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
@@ -81,7 +79,9 @@ class WholeModel:
         if not keeps:
             return {}
         return {
-            key: parameters[key] if is_parameter else module._buffers[attribute].detach().cpu().clone()  # type: ignore[union-attr]
+            key: parameters[key]
+            if is_parameter
+            else module._buffers[attribute].detach().cpu().clone()  # type: ignore[union-attr]
             for key, module, attribute, is_parameter in state_entries(self.model)
         }
 
@@ -90,8 +90,9 @@ class WholeModel:
     ) -> IncompatibleKeys:
         """Load a state dict of whole tensors into masters, runtime parameters and buffers.
 
-        Rank 0's values are used on every rank; the other ranks may pass an empty dict. Collective; one
-        address space at a time is held whole on rank 0's device. The next forward uses the values.
+        Rank 0's values are used on every rank; the other ranks may pass an empty dict. Collective;
+        one address space at a time is held whole on rank 0's device. The next forward uses the
+        values.
 
         Args:
             state_dict: Tensors under the model's own names.
@@ -101,9 +102,9 @@ class WholeModel:
             Missing and unexpected names, the same on every rank.
 
         Raises:
-            RuntimeError: ``strict`` and the names differ; a shape differs; a floating dtype is wider
-                than the master's (cast the tensor first if that is wanted); or a forward waits for its
-                backward.
+            RuntimeError: ``strict`` and the names differ; a shape differs; a floating dtype is
+                wider than the master's (cast the tensor first if that is wanted); or a forward
+                waits for its backward.
         """
         self._watch.check()
         self._refuse_mid_step("load_full_state_dict")
@@ -135,7 +136,8 @@ class WholeModel:
     def _refuse_mid_step(self, caller: str) -> None:
         if self._schedule.is_mid_step:
             raise RuntimeError(
-                f"engine.{caller}() between forward and backward: the running step would not see the "
+                f"engine.{caller}() between forward and backward: the running step would not see "
+                "the "
                 "new values. Call it between steps"
             )
 
@@ -150,7 +152,9 @@ class WholeModel:
         missing = [
             key
             for key in keys
-            if not any(name in state_dict for name in (slots[key].aliases if key in slots else (key,)))
+            if not any(
+                name in state_dict for name in (slots[key].aliases if key in slots else (key,))
+            )
         ]
         unexpected = [key for key in state_dict if key not in keys]
         problems = [
@@ -178,7 +182,8 @@ def _mismatch(key: str, slot: ParameterSlot, value: Any) -> str | None:
         and value.dtype != slot.original_dtype
     ):
         return (
-            f"{key!r} is {value.dtype} and would be rounded to {target}: cast it first if that is wanted, "
+            f"{key!r} is {value.dtype} and would be rounded to {target}: cast it first if that is "
+            "wanted, "
             f"or keep masters in UpdatePolicy(dtype={value.dtype})"
         )
     return None

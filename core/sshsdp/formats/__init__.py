@@ -1,1 +1,1 @@
-"""Runtime formats: how the bytes of runtime parameters look and how they are written from masters."""
+"""Runtime formats: how runtime parameters look and how they are written from masters."""

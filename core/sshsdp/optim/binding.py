@@ -1,13 +1,13 @@
 """Pointing an optimizer at update parameters, and keeping both sides in step.
 
-`OptimizerBinding` replaces the model's parameters in the optimizer's param groups, in place, by flat
-update parameters: for each address space, one 1-D tensor per param group. Settings, schedulers and
-wrappers that hold the optimizer or its groups stay valid.
+`OptimizerBinding` replaces the model's parameters in the optimizer's param groups, in place, by
+flat update parameters: for each address space, one 1-D tensor per param group. Settings, schedulers
+and wrappers that hold the optimizer or its groups stay valid.
 
 Note: parameters without a gradient. An update parameter covers many parameters. As long as all of
-them get gradients together, that is what the optimizer steps. The first time that no rank used one of
-them, the update parameter is cut there (state included), so that from then on the unused part has
-``grad=None`` and is left alone, weight decay and step count included, as in plain torch.
+them get gradients together, that is what the optimizer steps. The first time that no rank used one
+of them, the update parameter is cut there (state included), so that from then on the unused part
+has ``grad=None`` and is left alone, weight decay and step count included, as in plain torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check_groups(
     """The slots of every param group, frozen parameters included.
 
     Raises:
-        ValueError: The optimizer class does not work on flat pieces, or a group holds a tensor that is
-            no parameter of the sharded model.
+        ValueError: The optimizer class does not work on flat pieces, or a group holds a tensor that
+            is no parameter of the sharded model.
     """
     granularity_of(optimizer)
     known = {slot.parameter: slot for slot in slots}
@@ -46,8 +46,10 @@ def check_groups(
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(
-                    f"param group {index}, position {position}: a tensor of shape {tuple(parameter.shape)} "
-                    "is no parameter of the sharded model. Build the optimizer from model.parameters(), of the "
+                    f"param group {index}, position {position}: a tensor of shape "
+                    f"{tuple(parameter.shape)} "
+                    "is no parameter of the sharded model. Build the optimizer from "
+                    "model.parameters(), of the "
                     "model that was given to sshsdp.shard(), and attach it once"
                 )
         groups.append([known[parameter] for parameter in group["params"]])
@@ -55,13 +57,13 @@ def check_groups(
 
 
 def refuse_unattached_optimizers() -> None:
-    """Make every optimizer that holds a model's sharded parameters raise on ``step``. Idempotent."""
-    global _refusal
-    if _refusal is None:
-        _refusal = register_optimizer_step_pre_hook(_refuse)
+    """Make every optimizer that holds sharded parameters raise on ``step``. Idempotent."""
+    if not _refusal:
+        _refusal.append(register_optimizer_step_pre_hook(_refuse))
 
 
-_refusal: Any = None
+# The handle of the process-wide hook, once it is there.
+_refusal: list[Any] = []
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -71,7 +73,8 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 slot = slot_of(parameter)
                 name = slot.name if slot else "?"
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} holds the runtime parameter {name!r} and would train nothing: "
+                    f"{type(optimizer).__name__} holds the runtime parameter {name!r} and would "
+                    "train nothing: "
                     "call engine.attach(optimizer) before the first step"
                 )
 
@@ -205,7 +208,8 @@ def _carry_state_over(
         return
     if len(states) != len(update.slots):
         raise ValueError(
-            "the optimizer has state for some parameters of a group and not for others: attach it before its "
+            "the optimizer has state for some parameters of a group and not for others: attach it "
+            "before its "
             f"first step (parameters {[slot.name for slot in update.slots]})"
         )
     space = update.slots[0].space

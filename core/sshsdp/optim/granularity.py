@@ -54,7 +54,9 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
             return _REGISTRY[cls]
     known = ", ".join(cls.__name__ for cls in _REGISTRY)
     raise ValueError(
-        f"{type(optimizer).__name__} is not known to update every element on its own, and would see flat pieces "
-        f"of parameters. If it does, say so with sshsdp.register_optimizer({type(optimizer).__name__}, "
+        f"{type(optimizer).__name__} is not known to update every element on its own, and would "
+        "see flat pieces "
+        "of parameters. If it does, say so with "
+        f"sshsdp.register_optimizer({type(optimizer).__name__}, "
         f"granularity='element'). Known: {known}"
     )
