@@ -154,8 +154,15 @@ def runs_by_rule(module: nn.Linear, inputs: torch.Tensor) -> bool:
         and (module.bias is None or slots[1] is not None)
         and torch.is_grad_enabled()
         and _autocast(inputs, module.weight).dtype == module.weight.dtype
+        and not _is_cast_by_autocast(module.weight)
         and not torch.compiler.is_compiling()
     )
+
+
+def _is_cast_by_autocast(weight: torch.Tensor) -> bool:
+    # Autocast would run the product in another dtype than the weight's, and its backward as well.
+    kind = weight.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
 
 
 def _autocast(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
