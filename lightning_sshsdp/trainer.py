@@ -89,6 +89,21 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         )
 
     @property
+    def _lightning_module(self) -> Any:
+        return self.__dict__.get("_sharded_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        # The Trainer hands the module over before it refuses compiled ones, without a way out.
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise RuntimeError(
+                "a compiled LightningModule hides from the engine where each unit begins and ends: give the "
+                "Trainer the plain module, and compile its units, for example "
+                "`for block in self.model.blocks: block.compile()`"
+            )
+        self._sharded_module = module
+
+    @property
     def engine(self) -> sshsdp.Engine:
         """The engine that shards the current LightningModule.
 
