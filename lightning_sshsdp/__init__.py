@@ -1,8 +1,9 @@
-"""Lightning strategies for `sshsdp`: ``Trainer(strategy="sshsdp")`` and ``Fabric(strategy="sshsdp")``.
+"""Lightning strategies for `sshsdp`: ``Trainer(strategy="sshsdp")`` and
+``Fabric(strategy="sshsdp")``.
 
 Importing this package registers the name ``"sshsdp"`` with every Lightning package; once it is
-installed, that happens without an import as well (see `lightning_sshsdp.registration`). Importing it
-is cheap: the strategies are loaded when they are used.
+installed, that happens without an import as well (see `lightning_sshsdp.registration`). Importing
+it is cheap: the strategies are loaded when they are used.
 
 Example:
     >>> from lightning.pytorch import Trainer  # doctest: +SKIP

@@ -1,17 +1,18 @@
 """Saving and loading through the Trainer: one file or a directory, of any world size.
 
 A sharded checkpoint is a ``torch.distributed.checkpoint`` directory with the keys ``model`` and
-``optimizer_0``, ``optimizer_1`` ..., and a file ``meta.pt`` with everything else, as Lightning's own
-FSDP strategy writes it. A full checkpoint is an ordinary ``.ckpt`` file.
+``optimizer_0``, ``optimizer_1`` ..., and a file ``meta.pt`` with everything else, as Lightning's
+own FSDP strategy writes it. A full checkpoint is an ordinary ``.ckpt`` file.
 
-Note: loading waits for sharding. Lightning restores the module and the callbacks before the strategy is
-set up, as it does for DDP (a strategy that asks for the other order gets no ``weights_only``). The
-module may still be on meta then, so `load_model_state_dict` keeps what it was given until `setup` has
-sharded the module.
+Note: loading waits for sharding. Lightning restores the module and the callbacks before the
+strategy is set up, as it does for DDP (a strategy that asks for the other order gets no
+``weights_only``). The module may still be on meta then, so `load_model_state_dict` keeps what it
+was given until `setup` has sharded the module.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["CheckpointMixin"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Waiting(NamedTuple):
@@ -56,7 +60,7 @@ class CheckpointMixin:
         return self.engine.full_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Collective: this rank's shards under the original names, or torch's own form on rank 0."""
+        """Collective: this rank's shards by parameter name, or torch's own form on rank 0."""
         optimizer = unwrap_optimizer(optimizer)
         if not any(optimizer is attached for attached in self.engine.optimizers):
             return {}
@@ -75,7 +79,9 @@ class CheckpointMixin:
         """
         if self._checkpoint_format == "sharded":
             if storage_options is not None:
-                raise TypeError("storage_options are for checkpoint='full': a CheckpointIO takes them")
+                raise TypeError(
+                    "storage_options are for checkpoint='full': a CheckpointIO takes them"
+                )
             path = Path(self.broadcast(filepath))
             states = {"model": checkpoint.pop("state_dict")}
             for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -87,7 +93,9 @@ class CheckpointMixin:
             if is_sharded_checkpoint(path):
                 shutil.rmtree(path)
             elif path.is_dir():
-                raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+                raise IsADirectoryError(
+                    f"the checkpoint path is a directory, but no checkpoint: {path}"
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Loading
@@ -95,22 +103,30 @@ class CheckpointMixin:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint of either kind, written by this strategy, DDP or FSDP, on any world size.
+        """Read a checkpoint of either kind, by this strategy, DDP or FSDP, of any world size.
 
-        Of a sharded one only the metadata is read here; its tensors are read straight into the shards.
+        Of a sharded one only the metadata is read here: its tensors are read straight into the
+        shards. A checkpoint without optimizer states starts the optimizers afresh.
         """
         checkpoint_path = self.broadcast(checkpoint_path)
         path = Path(checkpoint_path)
         self._directory = path if is_sharded_checkpoint(path) else None
         if self._directory is not None:
             checkpoint = read_metadata(path, weights_only)
+            checkpoint.setdefault("optimizer_states", [])
         elif self._checkpoint_io is None and path.is_file():
             # Only rank 0 reads the tensors: the others must not hold a copy each.
-            checkpoint = torch.load(
-                path, map_location="cpu", mmap=True, weights_only=weights_only
-            )
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if "lr_schedulers" not in checkpoint and self.lightning_module.trainer.state.fn == "fit":
+            logger.warning(
+                "%s holds only the model (save_weights_only): optimizers and learning rate "
+                "schedulers start afresh",
+                path,
+            )
+            checkpoint.setdefault("optimizer_states", [])
+            checkpoint["lr_schedulers"] = []
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -126,18 +142,19 @@ class CheckpointMixin:
         if self._directory is not None:
             load_sharded_model(self.engine, self._directory, "model", strict=waiting.strict)
         else:
-            self.engine.load_full_state_dict(
-                waiting.checkpoint["state_dict"], strict=waiting.strict
-            )
+            state_dict = waiting.checkpoint["state_dict"]
+            self.engine.load_full_state_dict(state_dict, strict=waiting.strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the attached optimizers. Lightning calls it when fitting."""
-        for index, optimizer in enumerate(self.engine.optimizers):
+        states = checkpoint["optimizer_states"]
+        attached = self.engine.optimizers
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer = unwrap_optimizer(optimizer)
+            if not any(optimizer is known for known in attached):
+                continue
             if self._directory is not None:
-                load_sharded_optimizer(
-                    self.engine, optimizer, self._directory, f"optimizer_{index}"
-                )
-            elif index < len(checkpoint["optimizer_states"]):
-                self.engine.load_full_optimizer_state_dict(
-                    optimizer, checkpoint["optimizer_states"][index]
-                )
+                key = f"optimizer_{index}"
+                load_sharded_optimizer(self.engine, optimizer, self._directory, key)
+            elif index < len(states):
+                self.engine.load_full_optimizer_state_dict(optimizer, states[index])

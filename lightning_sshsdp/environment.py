@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     from lightning_sshsdp.family import Family
 
-__all__ = ["StepWrapper", "StrategyMixin", "attach_optimizers", "engine_of", "engine_of_wrapper", "unwrap_optimizer"]
+__all__ = [
+    "StepWrapper",
+    "StrategyMixin",
+    "attach_optimizers",
+    "engine_of",
+    "engine_of_wrapper",
+    "unwrap_optimizer",
+]
 
 _ENGINE_ATTRIBUTE = "_sshsdp_engine"
 
@@ -54,7 +61,8 @@ class StrategyMixin:
     ) -> None:
         if checkpoint not in ("sharded", "full"):
             raise ValueError(f"checkpoint must be 'sharded' or 'full', got {checkpoint!r}")
-        # Wrong fields are reported where the strategy is made, not after the processes have started.
+        # Wrong fields are reported where the strategy is made, not after the processes have
+        # started.
         runtime_policy(runtime, "32-true", nn.Module())
         update_policy(update, "32-true")
         self._units = units
@@ -138,9 +146,7 @@ class StrategyMixin:
             self._replicate_size, self._shard_size, dist.get_world_size(), self.num_nodes
         )
         if replicate == 1:
-            return init_device_mesh(
-                self.root_device.type, (shard,), mesh_dim_names=("shard",)
-            )
+            return init_device_mesh(self.root_device.type, (shard,), mesh_dim_names=("shard",))
         return init_device_mesh(
             self.root_device.type, (replicate, shard), mesh_dim_names=("replicate", "shard")
         )
@@ -153,7 +159,9 @@ class StrategyMixin:
             RuntimeError: The processes have not been initialised yet.
         """
         if self._device_mesh is None:
-            raise RuntimeError("the device mesh exists once the processes are initialised, not before")
+            raise RuntimeError(
+                "the device mesh exists once the processes are initialised, not before"
+            )
         return self._device_mesh
 
     def barrier(self, name: str | None = None) -> None:
@@ -245,9 +253,7 @@ def _move_modules_without_parameters(module: nn.Module, device: torch.device) ->
             submodule.to(device)
 
 
-def attach_optimizers(
-    engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def attach_optimizers(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Let the engine's optimizers be ``optimizers``: attach new ones, detach those of earlier runs.
 
     Raises:
@@ -273,8 +279,8 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 class StepWrapper(nn.Module):
     """Stands for a sharded module, so that Lightning sends step methods through its ``__call__``.
 
-    The engine gathers the root unit when the module is called. Lightning calls a step method directly
-    unless the strategy's model is another object than the user's module.
+    The engine gathers the root unit when the module is called. Lightning calls a step method
+    directly unless the strategy's model is another object than the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:

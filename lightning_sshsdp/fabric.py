@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
+from datetime import timedelta  # noqa: TC003 (LightningCLI resolves annotations)
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-import sshsdp
+import sshsdp  # noqa: TC001 (see above)
 from lightning_sshsdp.environment import (
     StepWrapper,
     StrategyMixin,
@@ -50,14 +50,16 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
         Args:
             units: What is gathered together: module classes, name patterns, or a callable
                 ``(name, module) -> bool``. None: every child of every outermost ``nn.ModuleList``.
-            runtime: How runtime parameters look: a ``sshsdp.RuntimePolicy``, or a mapping of some of its
-                fields (dtypes by name), the rest following from Fabric's ``precision``.
-            update: How update parameters are kept: a ``sshsdp.UpdatePolicy`` or a mapping of its fields.
+            runtime: How runtime parameters look: a ``sshsdp.RuntimePolicy``, or a mapping of some
+                of its fields (dtypes by name), the rest following from Fabric's ``precision``.
+            update: How update parameters are kept: a ``sshsdp.UpdatePolicy`` or a mapping of its
+                fields.
             replicate_size: Size of the mesh's ``replicate`` dimension (slow links). ``"auto"``: the
                 number of nodes, or what ``shard_size`` leaves.
-            shard_size: Size of the ``shard`` dimension (fast links). ``"auto"``: the rest of the world.
-            checkpoint: ``"sharded"``: a directory that all ranks write, for any number of ranks to load.
-                ``"full"``: one ordinary file, assembled on rank 0.
+            shard_size: Size of the ``shard`` dimension (fast links). ``"auto"``: the rest of the
+                world.
+            checkpoint: ``"sharded"``: a directory that all ranks write, for any number of ranks to
+                load. ``"full"``: one ordinary file, assembled on rank 0.
             process_group_backend: Default: nccl on CUDA, gloo on CPU.
             timeout: For collectives of the default process group.
             accelerator: As for any Lightning strategy; usually left to Fabric.
@@ -136,7 +138,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Shard a module and point its optimizers at the update parameters, in place. Collective."""
+        """Shard a module and point its optimizers at the update parameters. Collective."""
         wrapper = self.setup_module(module)
         attach_optimizers(engine_of_wrapper(wrapper), optimizers)
         return wrapper, optimizers, scheduler
@@ -151,7 +153,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
         if engine is None:
             raise ValueError(
                 f"{type(optimizer).__name__} trains no module that this Fabric has set up: call "
-                "fabric.setup_module(model) first, and build the optimizer from that model's parameters()"
+                "fabric.setup_module(model) first, and build the optimizer from that model's "
+                "parameters()"
             )
         if not any(optimizer is attached for attached in engine.optimizers):
             engine.attach(optimizer)

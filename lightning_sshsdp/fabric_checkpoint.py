@@ -1,8 +1,8 @@
 """Saving and loading through Fabric: one file or a directory, of any world size.
 
-Sharded modules and attached optimizers in the given state are stored under the user's own keys: in the
-``torch.distributed.checkpoint`` directory, or as whole tensors in one file. Everything else goes into the
-directory's ``meta.pt``, or into the file.
+Sharded modules and attached optimizers in the given state are stored under the user's own keys: in
+the ``torch.distributed.checkpoint`` directory, or as whole tensors in one file. Everything else
+goes into the directory's ``meta.pt``, or into the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lightning_sshsdp.sharded_files import (
     load_sharded_model,
     load_sharded_optimizer,
     read_metadata,
-    read_whole,
     save_sharded,
 )
 
@@ -56,7 +55,7 @@ class FabricCheckpointMixin:
             module.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Collective: this rank's shards under the original names, or torch's own form on rank 0."""
+        """Collective: this rank's shards by parameter name, or torch's own form on rank 0."""
         engine = self._attached_engine(optimizer)
         if self._checkpoint_format == "sharded":
             return engine.optimizer_state_dict(optimizer)
@@ -66,7 +65,8 @@ class FabricCheckpointMixin:
         engine = self._engine_of_optimizer(optimizer)
         if engine is None:
             raise ValueError(
-                f"this {type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer) first"
+                f"this {type(optimizer).__name__} was not set up: call "
+                "fabric.setup(model, optimizer) first"
             )
         return engine
 
@@ -89,13 +89,15 @@ class FabricCheckpointMixin:
         path = Path(self.broadcast(path))
         if not any(isinstance(value, StepWrapper) for value in state.values()):
             raise ValueError(
-                "the checkpoint state holds no module that was set up: save(path, {'model': model, ...}) with "
-                "what fabric.setup() returned"
+                "the checkpoint state holds no module that was set up: save(path, {'model': model, "
+                "...}) with what fabric.setup() returned"
             )
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         if self._checkpoint_format == "sharded":
             if storage_options is not None:
-                raise TypeError("storage_options are for checkpoint='full': a CheckpointIO takes them")
+                raise TypeError(
+                    "storage_options are for checkpoint='full': a CheckpointIO takes them"
+                )
             shards = {key: value for key, value in converted.items() if _is_sharded(state[key])}
             rest = {key: value for key, value in converted.items() if key not in shards}
             save_sharded(path, shards, rest)
@@ -104,7 +106,9 @@ class FabricCheckpointMixin:
             if is_sharded_checkpoint(path):
                 shutil.rmtree(path)
             elif path.is_dir():
-                raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+                raise IsADirectoryError(
+                    f"the checkpoint path is a directory, but no checkpoint: {path}"
+                )
             self.checkpoint_io.save_checkpoint(
                 checkpoint=converted, path=path, storage_options=storage_options
             )
@@ -120,8 +124,9 @@ class FabricCheckpointMixin:
 
         Args:
             path: A directory or a file.
-            state: What to restore: a dictionary as it was saved; or one module or optimizer, from a file
-                that holds nothing but its state dict; or nothing, to get everything back whole.
+            state: What to restore: a dictionary as it was saved; or one module or optimizer, from a
+                file that holds nothing but its state dict; or nothing, to get everything back
+                whole.
             strict: Whether names in the state and in the checkpoint must agree.
             weights_only: As in ``torch.load``.
 
@@ -152,18 +157,20 @@ class FabricCheckpointMixin:
         self, path: Path, state: Any, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         if not state:
-            return {**read_whole(path), **read_metadata(path, weights_only)}
+            whole = self.family.fabric_name("utilities.load._load_distributed_checkpoint")(path)
+            return {**whole, **read_metadata(path, weights_only)}
         if not isinstance(state, dict):
             raise ValueError(
-                f"{path} is a sharded checkpoint with several parts: load it into the state that was saved, "
-                "load(path, {'model': model, ...})"
+                f"{path} is a sharded checkpoint with several parts: load it into the state that was "
+                "saved, load(path, {'model': model, ...})"
             )
         metadata = read_metadata(path, weights_only)
         for key, value in state.items():
             if isinstance(value, StepWrapper):
                 load_sharded_model(engine_of_wrapper(value), path, key, strict=strict)
             elif isinstance(value, torch.optim.Optimizer):
-                load_sharded_optimizer(self._attached_engine(value), value, path, key)
+                if not load_sharded_optimizer(self._attached_engine(value), value, path, key):
+                    _refuse_missing(key, metadata, strict)
             elif key not in metadata:
                 _refuse_missing(key, metadata, strict)
             elif not self._load_into(value, metadata[key], strict):
@@ -200,5 +207,6 @@ def _is_sharded(value: Any) -> bool:
 def _refuse_missing(key: str, checkpoint: Mapping[str, Any], strict: bool) -> None:
     if strict:
         raise KeyError(
-            f"the checkpoint has no key {key!r}, only {sorted(checkpoint)}: pass strict=False to do without"
+            f"the checkpoint has no key {key!r}, only {sorted(checkpoint)}: pass strict=False to do "
+            "without it"
         )

@@ -1,8 +1,8 @@
 """The two families of Lightning packages, which mirror each other with distinct classes.
 
-``lightning`` brings ``lightning.pytorch`` and ``lightning.fabric``; the stand-alone distributions bring
-``pytorch_lightning`` and ``lightning_fabric``. A strategy must be built of the classes of the family
-that runs it, so everything here that needs a Lightning name asks a `Family` for it.
+``lightning`` brings ``lightning.pytorch`` and ``lightning.fabric``; the stand-alone distributions
+bring ``pytorch_lightning`` and ``lightning_fabric``. A strategy must be built of the classes of the
+family that runs it, so everything here that needs a Lightning name asks a `Family` for it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Family:
     fabric: str
 
     def trainer_name(self, path: str) -> Any:
-        """The object at ``path``, relative to the Trainer's package (``"strategies.DDPStrategy"``)."""
+        """The object at ``path`` in the Trainer's package, such as ``"strategies.DDPStrategy"``."""
         return _resolve(self.trainer, path)
 
     def fabric_name(self, path: str) -> Any:
-        """The object at ``path``, relative to Fabric's package."""
+        """The object at ``path`` in Fabric's package."""
         return _resolve(self.fabric, path)
 
 
@@ -54,9 +54,7 @@ def current_family() -> Family:
     Raises:
         ImportError: Neither is installed.
     """
-    imported = [
-        f for f in FAMILIES if f.trainer in sys.modules or f.fabric in sys.modules
-    ]
+    imported = [f for f in FAMILIES if f.trainer in sys.modules or f.fabric in sys.modules]
     if imported:
         return imported[0]
     for family in FAMILIES:

@@ -42,8 +42,8 @@ def runtime_policy(
     """The runtime policy for a model.
 
     Args:
-        given: A policy is taken as it is. A mapping names some of its fields; the others follow from
-            the precision.
+        given: A policy is taken as it is. A mapping names some of its fields; the others follow
+            from the precision.
         precision: Lightning's name for it, one of `SUPPORTED_PRECISIONS`.
         model: Decides which parameters belong to normalisation layers.
     """
@@ -125,7 +125,9 @@ def _parse_fields(
     fields = {}
     for name, value in (given or {}).items():
         if name not in known:
-            raise ValueError(f"{option}: unknown field {name!r}; {policy.__name__} has {', '.join(known)}")
+            raise ValueError(
+                f"{option}: unknown field {name!r}; {policy.__name__} has {', '.join(known)}"
+            )
         if name == "formats":
             fields[name] = {pattern: _parse_format(item) for pattern, item in dict(value).items()}
         else:
@@ -139,7 +141,9 @@ def _parse_dtype(value: Any) -> Any:
         return value
     dtype = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{value!r} is no torch dtype; write it as in torch: 'bfloat16', 'float32'")
+        raise ValueError(
+            f"{value!r} is no torch dtype; write it as in torch: 'bfloat16', 'float32'"
+        )
     return dtype
 
 

@@ -3,9 +3,9 @@
 Lightning looks a strategy string up in one registry for each of its packages and has no entry point
 for strategies. So `install` puts the name into the registries that exist and leaves an import hook
 for those that do not. It runs on ``import lightning_sshsdp``, and, where the package is only
-installed, when torch is imported: `autoload` is an entry point of the ``torch.backends`` group. That
-group is meant for device backends; it is used here because nothing else runs before the Trainer
-resolves its strategy. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
+installed, when torch is imported: `autoload` is an entry point of the ``torch.backends`` group.
+That group is meant for device backends; it is used here because nothing else runs before the
+Trainer resolves its strategy. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
 
 Note: importing torch must never fail because of us. Only the standard library is imported here, the
 strategy's code is loaded when the string is used, and `autoload` swallows its own errors.
@@ -80,7 +80,9 @@ class _RegisteringLoader(importlib.abc.Loader):
         try:
             _register(module)
         except Exception:
-            logger.warning("could not register %r in %s", STRATEGY_NAME, module.__name__, exc_info=True)
+            logger.warning(
+                "could not register %r in %s", STRATEGY_NAME, module.__name__, exc_info=True
+            )
 
 
 class _RegisteringFinder(importlib.abc.MetaPathFinder):

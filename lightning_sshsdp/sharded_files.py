@@ -1,4 +1,4 @@
-"""Directories of ``torch.distributed.checkpoint`` with a ``meta.pt`` for everything that is no shard."""
+"""Checkpoint directories: shards, and a ``meta.pt`` for everything that is no shard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ __all__ = [
     "load_sharded_model",
     "load_sharded_optimizer",
     "read_metadata",
+    "read_whole_model",
     "save_sharded",
 ]
 
@@ -97,17 +99,44 @@ def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return metadata
 
 
-def load_sharded_model(engine: sshsdp.Engine, path: Path, *, strict: bool) -> None:
-    """Read the model's shards from a directory, whatever wrote it. Collective.
+def load_sharded_model(engine: sshsdp.Engine, path: Path, key: str, *, strict: bool) -> None:
+    """Read the model's shards from under ``key``. Collective.
 
     Raises:
-        RuntimeError: The names in the file and in the model differ and ``strict`` is set.
+        ValueError: Names or shapes in the file and in the model differ (names: if ``strict``).
     """
-    raise NotImplementedError
+    names = _top_level_keys(path)
+    # Lightning's ModelParallelStrategy calls the model otherwise than its FSDPStrategy.
+    if key not in names and key == "model" and "state_dict" in names:
+        key = "state_dict"
+    engine.load_model_checkpoint(path, key, strict=strict)
 
 
 def load_sharded_optimizer(
     engine: sshsdp.Engine, optimizer: torch.optim.Optimizer, path: Path, key: str
-) -> None:
-    """Read an optimizer's shards from under ``key``, if there are any. Collective."""
-    raise NotImplementedError
+) -> bool:
+    """Read an optimizer's shards from under ``key``; returns whether there are any. Collective."""
+    if key not in _top_level_keys(path):
+        return False
+    engine.load_optimizer_checkpoint(optimizer, path, key)
+    return True
+
+
+def _top_level_keys(path: Path) -> set[str]:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return {name.partition(".")[0] for name in metadata.state_dict_metadata}
+
+
+def read_whole_model(path: Path) -> dict[str, torch.Tensor]:
+    """All of the model's tensors, whole, on the CPU. Local; needs no process group."""
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for prefix in ("model.", "state_dict."):
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        if tensors:
+            dcp.load(tensors, checkpoint_id=path, no_dist=True)
+            return {name.removeprefix(prefix): value for name, value in tensors.items()}
+    raise ValueError(f"the checkpoint {path} holds no model, only {sorted(_top_level_keys(path))}")

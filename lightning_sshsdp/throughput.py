@@ -23,17 +23,22 @@ if TYPE_CHECKING:
 
     from lightning_sshsdp.family import Family
 
-__all__ = ["ThroughputMonitorMixin", "count_tokens", "measure_peak_flops", "training_flops_per_token"]
+__all__ = [
+    "ThroughputMonitorMixin",
+    "count_tokens",
+    "measure_peak_flops",
+    "training_flops_per_token",
+]
 
 
 class ThroughputMonitorMixin:
     """Logs throughput, memory and communication of every logging interval.
 
     The values go to every logger of the Trainer: ``tokens_per_second`` (all ranks
-    together), ``mfu``, ``step_seconds``, ``memory_gb`` (peak of this rank's device; of the process on
-    CPU), and of the last step ``received_mb/<mesh axis>``, ``gathered_mb`` (peak of gathered runtime
-    parameters), ``gradients_mb`` (peak of unsharded gradients) and ``copied_mb`` (gradients without a
-    zero-copy rule, and publish).
+    together), ``mfu``, ``step_seconds``, ``memory_gb`` (peak of this rank's device; of the process
+    on CPU), and of the last step ``received_mb/<mesh axis>``, ``gathered_mb`` (peak of gathered
+    runtime parameters), ``gradients_mb`` (peak of unsharded gradients) and ``copied_mb`` (gradients
+    without a zero-copy rule, and publish).
     """
 
     family: Family
@@ -50,13 +55,15 @@ class ThroughputMonitorMixin:
         """Set the options.
 
         Args:
-            tokens_fn: Tokens (or samples, or whatever is counted) in a batch. Default: elements of its
-                ``input_ids``, or of its first integer tensor, else the rows of its first tensor.
+            tokens_fn: Tokens (or samples, or whatever is counted) in a batch. Default: elements of
+                its ``input_ids``, or of its first integer tensor, else the rows of its first
+                tensor.
             flops_per_token: Of forward and backward. Default: 6 for each weight of a matrix that is
                 trained, 4 for each that is frozen; attention itself is not counted.
-            peak_flops: Of one device, in flops per second. Default: what Lightning knows of the device,
-                else the speed of a matrix product, measured at start.
-            every_n_steps: Optimizer steps in an interval. Default: the Trainer's ``log_every_n_steps``.
+            peak_flops: Of one device, in flops per second. Default: what Lightning knows of the
+                device, else the speed of a matrix product, measured at start.
+            every_n_steps: Optimizer steps in an interval. Default: the Trainer's
+                ``log_every_n_steps``.
             prog_bar: Show tokens per second and MFU in the progress bar.
             prefix: Before every name.
         """
@@ -80,7 +87,9 @@ class ThroughputMonitorMixin:
             self._peak_flops = self._find_peak_flops(trainer, pl_module)
         self._restart(trainer)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count the batch."""
         self._tokens += self._tokens_fn(batch)
 
@@ -168,9 +177,10 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def training_flops_per_token(model: nn.Module) -> float:
-    """2 for each matrix weight in forward, 2 in backward for the inputs, 2 for the weight if trained.
+    """6 flops for each weight of a matrix that is trained, 4 for each that is frozen.
 
-    Tables that are only looked up take part in no matrix product.
+    Two each for forward, the gradient of the inputs and that of the weight. Tables that are only
+    looked up take part in no matrix product.
     """
     # A dictionary, so that a tied weight counts once.
     multiplied = {

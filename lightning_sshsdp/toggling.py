@@ -1,7 +1,7 @@
 """Make ``LightningModule.toggle_optimizer`` reach the parameters that autograd looks at.
 
-Lightning sets ``requires_grad`` on what the optimizers hold. Here those are update parameters, so the
-module's two methods are replaced by ones that do the same to the runtime parameters as well.
+Lightning sets ``requires_grad`` on what the optimizers hold. Here those are update parameters, so
+the module's two methods are replaced by ones that do the same to the runtime parameters as well.
 """
 
 from __future__ import annotations

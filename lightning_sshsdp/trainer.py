@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from datetime import timedelta  # noqa: TC003 (LightningCLI resolves annotations)
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-import sshsdp
+import sshsdp  # noqa: TC001 (see above)
 from lightning_sshsdp.checkpoint import CheckpointMixin
 from lightning_sshsdp.environment import (
     StepWrapper,
@@ -52,14 +52,16 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         Args:
             units: What is gathered together: module classes, name patterns, or a callable
                 ``(name, module) -> bool``. None: every child of every outermost ``nn.ModuleList``.
-            runtime: How runtime parameters look: a ``sshsdp.RuntimePolicy``, or a mapping of some of its
-                fields (dtypes by name), the rest following from the Trainer's ``precision``.
-            update: How update parameters are kept: a ``sshsdp.UpdatePolicy`` or a mapping of its fields.
+            runtime: How runtime parameters look: a ``sshsdp.RuntimePolicy``, or a mapping of some
+                of its fields (dtypes by name), the rest following from the Trainer's ``precision``.
+            update: How update parameters are kept: a ``sshsdp.UpdatePolicy`` or a mapping of its
+                fields.
             replicate_size: Size of the mesh's ``replicate`` dimension (slow links). ``"auto"``: the
                 number of nodes, or what ``shard_size`` leaves.
-            shard_size: Size of the ``shard`` dimension (fast links). ``"auto"``: the rest of the world.
-            checkpoint: ``"sharded"``: a directory that all ranks write, for any number of ranks to load.
-                ``"full"``: one ordinary ``.ckpt`` file, assembled on rank 0.
+            shard_size: Size of the ``shard`` dimension (fast links). ``"auto"``: the rest of the
+                world.
+            checkpoint: ``"sharded"``: a directory that all ranks write, for any number of ranks to
+                load. ``"full"``: one ordinary ``.ckpt`` file, assembled on rank 0.
             process_group_backend: Default: nccl on CUDA, gloo on CPU.
             timeout: For collectives of the default process group.
             accelerator: As for any Lightning strategy; usually left to the Trainer.
@@ -97,8 +99,8 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         # The Trainer hands the module over before it refuses compiled ones, without a way out.
         if getattr(module, "_compiler_ctx", None) is not None:
             raise RuntimeError(
-                "a compiled LightningModule hides from the engine where each unit begins and ends: give the "
-                "Trainer the plain module, and compile its units, for example "
+                "a compiled LightningModule hides from the engine where each unit begins and ends: "
+                "give the Trainer the plain module, and compile its units, for example "
                 "`for block in self.model.blocks: block.compile()`"
             )
         self._sharded_module = module
@@ -196,9 +198,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         with self.engine.no_sync():
             yield
 
-    def reduce(
-        self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean"
-    ) -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce a metric over ranks, in place."""
         return self._reduce(tensor, group, reduce_op)
 

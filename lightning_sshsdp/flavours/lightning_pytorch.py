@@ -13,7 +13,7 @@ __all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
-    """Sharded data parallelism for ``lightning.pytorch.Trainer``, as ``strategy="sshsdp"`` or constructed."""
+    """What ``strategy="sshsdp"`` means to ``lightning.pytorch.Trainer``; can be constructed with options too."""
 
     family: ClassVar[Family] = FAMILIES[0]
 

@@ -13,7 +13,7 @@ __all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
-    """Sharded data parallelism for ``pytorch_lightning.Trainer``, as ``strategy="sshsdp"`` or constructed."""
+    """What ``strategy="sshsdp"`` means to ``pytorch_lightning.Trainer``; can be constructed with options too."""
 
     family: ClassVar[Family] = FAMILIES[1]
 

@@ -11,6 +11,6 @@ __all__ = ["SSHSDPStrategy"]
 
 
 class SSHSDPStrategy(FabricStrategyMixin, ParallelStrategy):
-    """Sharded data parallelism for ``lightning_fabric.Fabric``, as ``strategy="sshsdp"`` or constructed."""
+    """What ``strategy="sshsdp"`` means to ``lightning_fabric.Fabric``; can be constructed with options too."""
 
     family: ClassVar[Family] = FAMILIES[1]

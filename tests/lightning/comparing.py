@@ -37,7 +37,7 @@ def assert_trains_like_ddp(
     rtol: float = 1e-5,
     **options: Any,
 ) -> pl.Trainer:
-    """Fit with DDP and with ``strategy``; losses and weights must agree. Returns the second trainer."""
+    """Fit with DDP and with ``strategy``: losses and weights must agree. Returns the latter."""
     reference = make_module()
     ddp = make_trainer("ddp_find_unused_parameters_true", **options)
     ddp.fit(reference, token_loader(16))

@@ -72,9 +72,7 @@ class LanguageModule(pl.LightningModule):
     def loss(self, batch: Any) -> torch.Tensor:
         tokens = batch[0]
         logits = self.model(tokens[:, :-1])
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
-        )
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -114,7 +112,7 @@ class LanguageModule(pl.LightningModule):
 
 
 def token_loader(num_batches: int = 8, batch_size: int = 2, seed: int = 7) -> DataLoader:
-    """Random tokens; ``num_batches`` batches over all of two ranks together have twice as many rows."""
+    """``num_batches`` batches of random tokens, to be dealt out to the ranks."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (num_batches * batch_size, LENGTH), generator=generator)
     return DataLoader(TensorDataset(tokens), batch_size=batch_size)

@@ -46,9 +46,7 @@ def test_losses_and_weights_equal_ddp(
 
 
 @pytest.mark.parametrize("module_options", [{}, {"optimizer": "momentum", "scheduler": True}])
-def test_one_process_trains_like_ddp(
-    one_rank: WorkerGroup, module_options: dict[str, Any]
-) -> None:
+def test_one_process_trains_like_ddp(one_rank: WorkerGroup, module_options: dict[str, Any]) -> None:
     one_rank.run(_trains_like_ddp, module_options, {"devices": 1, "gradient_clip_val": 0.3})
 
 

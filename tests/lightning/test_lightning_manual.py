@@ -30,7 +30,9 @@ class _Gan(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
         first, second = self.optimizers()
-        getattr(self, f"_step_{self.style}")(first, lambda: -self.critic(self.generator(noise)).mean())
+        getattr(self, f"_step_{self.style}")(
+            first, lambda: -self.critic(self.generator(noise)).mean()
+        )
         getattr(self, f"_step_{self.style}")(second, lambda: self._critic_loss(real, noise))
 
     def _critic_loss(self, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,9 @@ def _train(strategy: str, style: str) -> tuple[list[float], dict[str, torch.Tens
     return module.losses, weights_of(trainer)
 
 
-@pytest.mark.parametrize("style", ["plain", "module_zero_grad", "toggled", "closure", "accumulated"])
+@pytest.mark.parametrize(
+    "style", ["plain", "module_zero_grad", "toggled", "closure", "accumulated"]
+)
 def test_gan_trains_like_ddp(two_ranks: WorkerGroup, style: str) -> None:
     ddp = two_ranks.run(_train, "ddp_find_unused_parameters_true", style)
     ours = two_ranks.run(_train, "sshsdp", style)

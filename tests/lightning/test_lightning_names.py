@@ -1,4 +1,4 @@
-"""``strategy="sshsdp"`` works under every name of Lightning, installed only, and however launched."""
+"""``strategy="sshsdp"`` works under every name of Lightning, without an import of ours."""
 
 from __future__ import annotations
 
@@ -83,10 +83,18 @@ def _losses_of_one_process(shuffle: bool) -> list[float]:
     ("name", "launcher", "base"),
     [
         ("lightning", (), "lightning.pytorch.strategies.parallel"),
-        ("lightning.pytorch", ("-m", "torch.distributed.run"), "lightning.pytorch.strategies.parallel"),
+        (
+            "lightning.pytorch",
+            ("-m", "torch.distributed.run"),
+            "lightning.pytorch.strategies.parallel",
+        ),
         ("pytorch_lightning", (), "pytorch_lightning.strategies.parallel"),
         ("lightning.fabric", (), "lightning.fabric.strategies.parallel"),
-        ("lightning_fabric", ("-m", "torch.distributed.run"), "lightning_fabric.strategies.parallel"),
+        (
+            "lightning_fabric",
+            ("-m", "torch.distributed.run"),
+            "lightning_fabric.strategies.parallel",
+        ),
     ],
 )
 def test_string_works_without_an_import(
@@ -108,7 +116,10 @@ def test_nothing_is_registered_where_autoload_is_switched_off(installed: dict[st
     code = "import lightning.pytorch as pl; pl.Trainer(strategy='sshsdp', accelerator='cpu')"
     done = _run(["-c", code], {**installed, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert "invalid strategy name" in done.stderr
-    done = _run(["-c", f"import lightning_sshsdp; {code}"], {**installed, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    done = _run(
+        ["-c", f"import lightning_sshsdp; {code}"],
+        {**installed, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

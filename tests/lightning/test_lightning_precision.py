@@ -1,4 +1,4 @@
-"""Each precision trains like DDP's of the same name, or is refused with the list of those that do."""
+"""Each precision trains like DDP's of the same name, or is refused with those that do."""
 
 from __future__ import annotations
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from modules import LENGTH, VOCABULARY, WIDTH, LanguageModel, LanguageModule, make_trainer, token_loader
+from modules import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    LanguageModel,
+    LanguageModule,
+    make_trainer,
+    token_loader,
+)
 
 import lightning_sshsdp
 from lightning_sshsdp.throughput import count_tokens, training_flops_per_token
@@ -54,7 +62,8 @@ def test_values_reach_the_logger(two_ranks: WorkerGroup, tmp_path: Path) -> None
         assert row["throughput/mfu"] == pytest.approx(achieved / 2e9, rel=1e-3)
         assert row["throughput/memory_gb"] > 0.01
         parameter_mb = sum(p.nbytes for p in LanguageModel().parameters()) / 1e6
-        # Half of the parameters arrive at most twice for each of two batches, half of the gradients once.
+        # Half of the parameters arrive at most twice for each of two batches, half of the gradients
+        # once.
         assert parameter_mb < row["throughput/received_mb/shard"] <= 2.6 * parameter_mb
         assert 0 < row["throughput/gathered_mb"] <= 1.1 * parameter_mb
 

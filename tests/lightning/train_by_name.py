@@ -1,7 +1,7 @@
 """Run as a script: train with ``strategy="sshsdp"`` under one of Lightning's import names.
 
-``train_by_name.py NAME [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0 prints one
-JSON line with what it saw.
+``train_by_name.py NAME [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0 prints
+one JSON line with what it saw.
 """
 
 from __future__ import annotations

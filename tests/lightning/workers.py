@@ -1,7 +1,8 @@
 """Groups of real processes that stay up and run one function after another.
 
-Starting Lightning takes seconds, so a test session starts each group once. A group in which a function
-failed may be left in the middle of a collective: it is killed, and started anew for the next test.
+Starting Lightning takes seconds, so a test session starts each group once. A group in which a
+function failed may be left in the middle of a collective: it is killed, and started anew for the
+next test.
 """
 
 from __future__ import annotations
