@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from sshsdp.engine.checkpointing import Checkpointing
 from sshsdp.engine.gradients import install_rules, remove_rules
 from sshsdp.engine.hooks import ModuleHooks
 from sshsdp.engine.orders import Orders
 from sshsdp.engine.packing import fuse_linears
 from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
-from sshsdp.engine.whole import WholeModel
 from sshsdp.layout.layout import Layout, UnitLayout
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
 from sshsdp.optim.clipping import clip_by_norm, total_norm
@@ -59,7 +59,7 @@ class UpdateParameter:
     grad: torch.Tensor | None
 
 
-class Engine(WholeModel):
+class Engine(Checkpointing):
     """Runs a sharded model; made by `sshsdp.shard`.
 
     Example:
@@ -250,7 +250,7 @@ class Engine(WholeModel):
         return [binding.optimizer for binding in self._bindings]
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo `attach`: the optimizer holds the model's parameters again, and its state is dropped.
+        """Undo `attach`: the optimizer holds the model's parameters again, without state.
 
         Gradients of its parameters are dropped too. Another optimizer may then be attached for
         them.

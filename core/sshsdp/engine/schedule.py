@@ -85,7 +85,7 @@ class _Walk:
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
-    """Call back at the end of the running backward (of the inner one, in a reentrant checkpoint)."""
+    """Call back at the end of the running backward (the inner one, in a reentrant checkpoint)."""
     Variable._execution_engine.queue_callback(callback)
 
 

@@ -171,6 +171,11 @@ class ShardedSpace:
         for piece in self.layout.pieces(*self.update_range):
             yield piece, self.update_shard[piece.offset : piece.offset + piece.numel]
 
+    def runtime_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """This rank's pieces of the parameters, each with its 1-D view of the runtime shard."""
+        for piece in self.layout.pieces(*self.layout.shard_range(self.topology.gather.rank)):
+            yield piece, self.runtime_shard[piece.offset : piece.offset + piece.numel]
+
     # Runtime side
 
     def gather(self) -> Pending:
@@ -188,8 +193,7 @@ class ShardedSpace:
         """Bring the slices that other replicas updated into the runtime shard, in its format."""
         if self._replicas_are_stale:
             self._replicas_are_stale = False
-            numel = self.update_shard.numel()
-            mine = self.runtime_shard[self.update_start : self.update_start + numel]
+            mine = self._update_part(self.runtime_shard)
             self.topology.replicate.all_gather(self.runtime_shard, mine, self.unit_name).wait()
 
     def publish(self) -> None:
@@ -197,8 +201,7 @@ class ShardedSpace:
         if not self.trainable:
             return
         if not self.is_shared:
-            numel = self.update_shard.numel()
-            target = self.runtime_shard[self.update_start : self.update_start + numel]
+            target = self._update_part(self.runtime_shard)
             with torch.no_grad():
                 target.copy_(self.update_shard)
             self.stats.publish_bytes += target.nbytes
@@ -208,14 +211,22 @@ class ShardedSpace:
 
     def scatter(self, values: torch.Tensor | None) -> None:
         """Take rank 0's ``values`` (address space order, update dtype; ignored elsewhere)."""
+        self._write(self._scatter_shard(values, self.update_dtype))
+
+    def scatter_values(self, values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's update part of rank 0's ``values`` (address space order), written nowhere."""
+        return self._update_part(self._scatter_shard(values, dtype))
+
+    def _scatter_shard(self, values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         topology = self.topology
-        shard = torch.empty(
-            self.layout.shard_numel, dtype=self.update_dtype, device=topology.device
-        )
+        shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=topology.device)
         if topology.replicate.rank == 0:
             topology.gather.scatter(shard, values, self.unit_name)
         topology.replicate.broadcast(shard, self.unit_name)
-        self._write(shard)
+        return shard
+
+    def _update_part(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard[self.update_start : self.update_start + self.update_shard.numel()]
 
     def take(self, values: torch.Tensor) -> None:
         """Take this rank's part of ``values`` (address space order), which every rank has."""
@@ -225,16 +236,20 @@ class ShardedSpace:
     def _write(self, shard: torch.Tensor) -> None:
         with torch.no_grad():
             if self.trainable:
-                numel = self.update_shard.numel()
-                self.update_shard.copy_(shard[self.update_start : self.update_start + numel])
+                self.update_shard.copy_(self._update_part(shard))
                 self.publish()
             else:
                 self.runtime_shard.copy_(shard)
 
-    def collect(self) -> torch.Tensor:
-        """All values in address space order: masters, or runtime values of frozen parameters."""
+    def collect(self, source: torch.Tensor | None = None) -> torch.Tensor:
+        """All values in address space order: masters, or runtime values of frozen parameters.
+
+        Args:
+            source: Collect these instead of the update shard, whose size they have.
+        """
         topology, layout = self.topology, self.layout
-        source = self.update_shard if self.trainable else self.runtime_shard
+        if source is None:
+            source = self.update_shard if self.trainable else self.runtime_shard
         if self.trainable and topology.num_update_slices > 1:
             shard = torch.empty(layout.shard_numel, dtype=source.dtype, device=source.device)
             topology.replicate.all_gather(shard, source, self.unit_name).wait()

@@ -109,28 +109,66 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 yield index, by_tensor[tensor]
 
+    def updates_of(self, space: ShardedSpace) -> list[UpdateTensor]:
+        """This optimizer's update tensors in one space."""
+        mine = {tensor for group in self.optimizer.param_groups for tensor in group["params"]}
+        return [update for update in space.update_tensors if update.tensor in mine]
+
     def drop_unused(self, unused: set[str]) -> None:
         """Let the optimizer skip parameters that no rank used (names as in slots)."""
-        for group in self.optimizer.param_groups:
-            tensors: list[torch.Tensor] = []
-            by_tensor = {u.tensor: u for space in self.spaces for u in space.update_tensors}
-            for tensor in group["params"]:
-                tensors += [u.tensor for u in self._cut(by_tensor[tensor], unused)]
-            group["params"] = tensors
+        self.separate(lambda slot: slot.name in unused)
+        for _, update in self.updates():
+            if update.slots[0].name in unused:
+                update.tensor.grad = None
 
-    def _cut(self, update: UpdateTensor, unused: set[str]) -> list[UpdateTensor]:
-        runs = _runs(update.slots, lambda slot: slot.name in unused)
-        parts = [update]
-        if len(runs) > 1:
-            space = update.slots[0].space
-            parts = [_make_update(space, run, within=update) for run in runs]
-            _split_state(self.optimizer, update, parts)
-            index = space.update_tensors.index(update)
-            space.update_tensors[index : index + 1] = parts
-        for part in parts:
-            if part.slots[0].name in unused:
-                part.tensor.grad = None
-        return parts
+    def separate(self, label: Callable[[ParameterSlot], object]) -> None:
+        """Cut update tensors, and their state, so that all parameters of each have one label."""
+        parts: dict[torch.Tensor, list[torch.Tensor]] = {}
+        for _, update in list(self.updates()):
+            runs = _runs(update.slots, label)
+            if len(runs) > 1:
+                space = update.slots[0].space
+                cut = [_make_update(space, run, within=update) for run in runs]
+                _split_state(self.optimizer, update, cut)
+                index = space.update_tensors.index(update)
+                space.update_tensors[index : index + 1] = cut
+                parts[update.tensor] = [part.tensor for part in cut]
+        for group in self.optimizer.param_groups:
+            group["params"] = [new for old in group["params"] for new in parts.get(old, [old])]
+
+    # State by parameter
+
+    def flat_state(self, space: ShardedSpace) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every elementwise state entry over a whole update shard; zeros where there is none."""
+        updates = self.updates_of(space)
+        keys = {
+            key: value.dtype
+            for update in updates
+            for key, value in self.optimizer.state.get(update.tensor, {}).items()
+            if _is_flat(update, value)
+        }
+        for key, dtype in keys.items():
+            flat = torch.zeros_like(space.update_shard, dtype=dtype)
+            for update in updates:
+                value = self.optimizer.state.get(update.tensor, {}).get(key)
+                if value is not None:
+                    flat[update.start : update.stop] = value
+            yield key, flat
+
+    def state_keys(self, slot: ParameterSlot) -> set[str]:
+        """Names of the state entries of one parameter."""
+        return set(self._state_of(slot)[1])
+
+    def scalar_state(self, slot: ParameterSlot) -> dict[str, Any]:
+        """The state entries of one parameter that are not elementwise, copied."""
+        update, state = self._state_of(slot)
+        return {k: _copy_scalar(v) for k, v in state.items() if not _is_flat(update, v)}
+
+    def _state_of(self, slot: ParameterSlot) -> tuple[UpdateTensor | None, dict[str, Any]]:
+        for update in self.updates_of(slot.space):
+            if slot in update.slots:
+                return update, self.optimizer.state.get(update.tensor, {})
+        return None, {}
 
     def detach(self) -> None:
         """Stop publishing after steps, and give the groups the model's parameters back."""
@@ -143,8 +181,16 @@ class OptimizerBinding:
             group["params"] = [slot.parameter for slot in slots]
 
 
+def _is_flat(update: UpdateTensor | None, value: Any) -> bool:
+    return (
+        update is not None
+        and isinstance(value, torch.Tensor)
+        and value.shape == update.tensor.shape
+    )
+
+
 def _runs(
-    slots: list[ParameterSlot], key: Callable[[ParameterSlot], bool]
+    slots: list[ParameterSlot], key: Callable[[ParameterSlot], object]
 ) -> list[list[ParameterSlot]]:
     runs: list[list[ParameterSlot]] = []
     for slot in slots:

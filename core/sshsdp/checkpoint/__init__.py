@@ -1,0 +1,1 @@
+"""Distributed checkpoints: torch.distributed.checkpoint directories under the model's own names."""
