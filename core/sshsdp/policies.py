@@ -61,11 +61,15 @@ class UpdatePolicy:
             dtype. Gradients are averaged: divided by the number of ranks.
         sharding: On a 2-D mesh, ``"hierarchical"`` divides optimizer state over all R * S ranks,
             ``"replicated"`` (classic HSDP) over the S ranks of the ``shard`` axis only.
+        device: ``"cpu"`` keeps masters, reduced gradients and optimizer state on the host: gradients
+            go down and published values come up, through pinned memory. ``None``: where the runtime
+            parameters are.
     """
 
     dtype: torch.dtype | None = torch.float32
     reduce_dtype: torch.dtype | None = torch.float32
     sharding: Literal["hierarchical", "replicated"] = "hierarchical"
+    device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce_dtype"):
@@ -77,3 +81,5 @@ class UpdatePolicy:
                 "UpdatePolicy.sharding must be 'hierarchical' or 'replicated', "
                 f"got {self.sharding!r}"
             )
+        if self.device not in (None, "cpu"):
+            raise ValueError(f"UpdatePolicy.device must be None or 'cpu', got {self.device!r}")

@@ -92,7 +92,7 @@ def shard(
     agree(_describe(model, mesh, slots, unit_modules, runtime, update), error, "sshsdp.shard()")
 
     stats = Stats()
-    topology = Topology.build(mesh, target, stats, update.sharding)
+    topology = Topology.build(mesh, target, stats, update)
     builder = _Builder(model, topology, runtime, update, stats, packs)
     built = builder.build(slots, unit_modules)
     _place_buffers(model, topology)

@@ -250,7 +250,7 @@ class Checkpointing(WholeModel):
                 mine = space.scatter_values(values, dtype)
                 for update in binding.updates_of(space):
                     if key in outline.get(update.slots[0].name, {}):
-                        part = mine[update.start : update.stop].clone()
+                        part = mine[update.start : update.stop].to(update.tensor.device, copy=True)
                         optimizer.state[update.tensor][key] = part
             for update in binding.updates_of(space):
                 for key, value in outline.get(update.slots[0].name, {}).items():

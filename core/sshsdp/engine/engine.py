@@ -401,6 +401,7 @@ class Engine(Checkpointing):
 
     def _on_reduced(self) -> None:
         """Agree on the parameters that no rank used, and let the optimizers skip them."""
+        self.topology.synchronize_offload()
         slots = [slot for slot in self.slots if slot.space.trainable]
         if not slots:
             return

@@ -136,7 +136,7 @@ class ShardedSpace:
         if self.is_shared:
             self.update_shard = self.runtime_shard[self.update_start : self.update_start + numel]
         else:
-            self.update_shard = torch.empty(numel, dtype=self.update_dtype, device=device)
+            self.update_shard = self._host_or_device_buffer(numel, self.update_dtype)
         self.gathered = (
             FlatBuffer.over(self.runtime_shard)
             if topology.num_shards == 1
@@ -158,7 +158,14 @@ class ShardedSpace:
     @property
     def is_shared(self) -> bool:
         """Whether the update shard is a view of the runtime shard."""
-        return self.update_dtype == self.runtime_dtype
+        return self.update_dtype == self.runtime_dtype and not self.topology.is_offloaded
+
+    def _host_or_device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Copies between pinned memory and an accelerator do not block.
+        topology = self.topology
+        return torch.empty(
+            numel, dtype=dtype, device=topology.update_device, pin_memory=topology.is_offloaded
+        )
 
     @property
     def update_range(self) -> tuple[int, int]:
@@ -203,7 +210,12 @@ class ShardedSpace:
         if not self.is_shared:
             target = self._update_part(self.runtime_shard)
             with torch.no_grad():
-                target.copy_(self.update_shard)
+                source = self.update_shard
+                if self.topology.is_offloaded:
+                    # Cast on the host: fewer bytes go up.
+                    source = self._host_or_device_buffer(source.numel(), self.runtime_dtype)
+                    source.copy_(self.update_shard)
+                target.copy_(source, non_blocking=True)
             self.stats.publish_bytes += target.nbytes
         self._replicas_are_stale = self.topology.num_update_slices > 1
 
@@ -250,6 +262,7 @@ class ShardedSpace:
         topology, layout = self.topology, self.layout
         if source is None:
             source = self.update_shard if self.trainable else self.runtime_shard
+        source = source.to(topology.device)
         if self.trainable and topology.num_update_slices > 1:
             shard = torch.empty(layout.shard_numel, dtype=source.dtype, device=source.device)
             topology.replicate.all_gather(shard, source, self.unit_name).wait()
@@ -279,7 +292,7 @@ class ShardedSpace:
         """
         start, stop = self.update_range
         with torch.no_grad():
-            runtime = self.gathered.flat[start:stop]
+            runtime = self.gathered.flat[start:stop].to(self.topology.update_device)
             if not self.trainable:
                 self.take(self.gathered.flat)
             elif self.is_shared:
@@ -373,7 +386,13 @@ class ShardedSpace:
             self._accept(shard)
 
     def _accept(self, gradient: torch.Tensor) -> None:
-        gradient.div_(self.topology.num_shards * self.topology.num_replicas)
+        topology = self.topology
+        gradient.div_(topology.num_shards * topology.num_replicas)
+        if topology.is_offloaded:
+            host = self._host_or_device_buffer(gradient.numel(), gradient.dtype)
+            gradient = host.copy_(gradient, non_blocking=True)
+            if any(update.tensor.grad is not None for update in self.update_tensors):
+                topology.synchronize_offload()
         for update in self.update_tensors:
             part = gradient[update.start : update.stop].to(update.tensor.dtype)
             if update.tensor.grad is None:

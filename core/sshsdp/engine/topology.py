@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sshsdp.engine.collectives import Collectives
 
 if TYPE_CHECKING:
+    from sshsdp.policies import UpdatePolicy
     from sshsdp.stats import Stats
 
 __all__ = ["Topology", "resolve_mesh"]
@@ -71,6 +72,7 @@ class Topology:
         replicate: Collectives over ``replicate``; of size 1 on a 1-D mesh.
         world: Collectives over all ranks of the mesh, for small agreements.
         device: Where runtime shards, gradients and gathered parameters live.
+        update_device: Where update shards, their gradients and optimizer state live.
         update_sharding: The policy's ``sharding``.
     """
 
@@ -80,6 +82,7 @@ class Topology:
     replicate: Collectives
     world: Collectives
     device: torch.device
+    update_device: torch.device
     update_sharding: Literal["hierarchical", "replicated"]
 
     @classmethod
@@ -88,7 +91,7 @@ class Topology:
         mesh: DeviceMesh,
         device: torch.device,
         stats: Stats,
-        update_sharding: Literal["hierarchical", "replicated"],
+        update: UpdatePolicy,
     ) -> Topology:
         """Make the process groups. Collective: every rank of the default group must call it."""
         ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
@@ -113,8 +116,19 @@ class Topology:
             replicate=collectives(REPLICATE, replicate_columns),
             world=collectives("world", everyone),
             device=device,
-            update_sharding=update_sharding,
+            update_device=torch.device(update.device) if update.device else device,
+            update_sharding=update.sharding,
         )
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether updates happen on the host and training does not."""
+        return self.update_device != self.device
+
+    def synchronize_offload(self) -> None:
+        """Wait on the host for gradients that are on their way down."""
+        if self.is_offloaded:
+            torch.accelerator.current_stream(self.device).synchronize()
 
     @property
     def num_shards(self) -> int:

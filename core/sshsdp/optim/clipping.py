@@ -30,7 +30,7 @@ def total_norm(
     Sends one number: the norms are combined as ``(sum of norm^p)^(1/p)``, or their maximum.
     """
     if gradients:
-        norm = get_total_norm(list(gradients), norm_type, foreach=foreach)
+        norm = get_total_norm(list(gradients), norm_type, foreach=foreach).to(device)
     else:
         norm = torch.zeros((), device=device)
     if math.isinf(norm_type):
