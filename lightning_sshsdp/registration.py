@@ -1,5 +1,8 @@
 """Make the name ``"sshsdp"`` known to Lightning, whenever and wherever Lightning is imported.
 
+`install` also lets ``LightningModule.load_from_checkpoint`` read checkpoint directories (see
+`lightning_sshsdp.directory_loading`).
+
 Lightning looks a strategy string up in one registry for each of its packages and has no entry point
 for strategies. So `install` puts the name into the registries that exist and leaves an import hook
 for those that do not. It runs on ``import lightning_sshsdp``, and, where the package is only
@@ -8,7 +11,7 @@ That group is meant for device backends; it is used here because nothing else ru
 Trainer resolves its strategy. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
 
 Note: importing torch must never fail because of us. Only the standard library is imported here, the
-strategy's code is loaded when the string is used, and `autoload` swallows its own errors.
+strategy's code is loaded when the string is used, and a failure is logged, not raised.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from __future__ import annotations
 import importlib.abc
 import logging
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -30,15 +34,6 @@ __all__ = ["STRATEGY_NAME", "autoload", "install"]
 STRATEGY_NAME = "sshsdp"
 
 logger = logging.getLogger(__name__)
-
-# Package of strategies: (name of its registry, module of the strategy class for it).
-_REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_pytorch"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "standalone_fabric"),
-}
-
 
 class _LazyStrategy:
     """What the registry calls: imports the strategy's class when it is wanted."""
@@ -51,8 +46,7 @@ class _LazyStrategy:
         return module.SSHSDPStrategy(**options)
 
 
-def _register(module: ModuleType) -> None:
-    registry_name, flavour = _REGISTRIES[module.__name__]
+def _register_in(registry_name: str, flavour: str, module: ModuleType) -> None:
     registry = getattr(module, registry_name, None)
     if registry is not None and STRATEGY_NAME not in registry:
         registry.register(
@@ -62,8 +56,36 @@ def _register(module: ModuleType) -> None:
         )
 
 
-class _RegisteringLoader(importlib.abc.Loader):
-    """Runs a module's own loader, then registers the strategy in it."""
+def _read_directories(saving: ModuleType) -> None:
+    if hasattr(saving, "pl_load"):
+        from lightning_sshsdp.directory_loading import read_directories
+
+        read_directories(saving)
+
+
+# What to do with a module of Lightning's once it is imported.
+_ACTIONS: dict[str, Callable[[ModuleType], None]] = {
+    f"{package}.strategies": partial(_register_in, registry, flavour)
+    for package, registry, flavour in (
+        ("lightning.pytorch", "StrategyRegistry", "lightning_pytorch"),
+        ("pytorch_lightning", "StrategyRegistry", "pytorch_lightning"),
+        ("lightning.fabric", "STRATEGY_REGISTRY", "lightning_fabric"),
+        ("lightning_fabric", "STRATEGY_REGISTRY", "standalone_fabric"),
+    )
+}
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _ACTIONS[f"{_package}.core.saving"] = _read_directories
+
+
+def _act_on(module: ModuleType) -> None:
+    try:
+        _ACTIONS[module.__name__](module)
+    except Exception:
+        logger.warning("sshsdp could not enter %s", module.__name__, exc_info=True)
+
+
+class _ActingLoader(importlib.abc.Loader):
+    """Runs a module's own loader, then our action on it."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
@@ -77,16 +99,11 @@ class _RegisteringLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        try:
-            _register(module)
-        except Exception:
-            logger.warning(
-                "could not register %r in %s", STRATEGY_NAME, module.__name__, exc_info=True
-            )
+        _act_on(module)
 
 
-class _RegisteringFinder(importlib.abc.MetaPathFinder):
-    """Finds the strategy packages of Lightning as usual, with a `_RegisteringLoader`."""
+class _ActingFinder(importlib.abc.MetaPathFinder):
+    """Finds those modules as usual, with an `_ActingLoader`."""
 
     def find_spec(
         self,
@@ -94,26 +111,22 @@ class _RegisteringFinder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in _ACTIONS:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _ActingLoader(spec.loader)
         return spec
 
 
 def install() -> None:
-    """Register in every registry that exists, and in the others once they do. Idempotent."""
-    for name in _REGISTRIES:
+    """Act on the modules that are imported, and on the others once they are. Idempotent."""
+    for name in _ACTIONS:
         if name in sys.modules:
-            _register(sys.modules[name])
-    if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisteringFinder())
+            _act_on(sys.modules[name])
+    if not any(isinstance(finder, _ActingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ActingFinder())
 
 
 def autoload() -> None:
-    """Entry point that ``import torch`` calls. Importing this module has done the work already."""
-    try:
-        install()
-    except Exception:
-        logger.debug("sshsdp: strategy not registered", exc_info=True)
+    """Entry point that ``import torch`` calls. Importing this package has done the work already."""
