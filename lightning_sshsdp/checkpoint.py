@@ -13,7 +13,6 @@ was given until `setup` has sharded the module.
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from lightning_sshsdp.sharded_files import (
     load_sharded_model,
     load_sharded_optimizer,
     read_metadata,
+    save_file,
     save_sharded,
 )
 
@@ -88,15 +88,8 @@ class CheckpointMixin:
                 states[f"optimizer_{index}"] = state
             save_sharded(path, states, checkpoint)
             return
-        if self.is_global_zero:
-            path = Path(filepath)
-            if is_sharded_checkpoint(path):
-                shutil.rmtree(path)
-            elif path.is_dir():
-                raise IsADirectoryError(
-                    f"the checkpoint path is a directory, but no checkpoint: {path}"
-                )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        write = super().save_checkpoint
+        save_file(Path(filepath), lambda: write(checkpoint, filepath, storage_options))
 
     # Loading
 

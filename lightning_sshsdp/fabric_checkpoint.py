@@ -7,7 +7,6 @@ goes into the directory's ``meta.pt``, or into the file.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from lightning_sshsdp.sharded_files import (
     load_sharded_model,
     load_sharded_optimizer,
     read_metadata,
+    save_file,
     save_sharded,
 )
 
@@ -102,16 +102,12 @@ class FabricCheckpointMixin:
             rest = {key: value for key, value in converted.items() if key not in shards}
             save_sharded(path, shards, rest)
             return
-        if self.is_global_zero:
-            if is_sharded_checkpoint(path):
-                shutil.rmtree(path)
-            elif path.is_dir():
-                raise IsADirectoryError(
-                    f"the checkpoint path is a directory, but no checkpoint: {path}"
-                )
-            self.checkpoint_io.save_checkpoint(
+        save_file(
+            path,
+            lambda: self.checkpoint_io.save_checkpoint(
                 checkpoint=converted, path=path, storage_options=storage_options
-            )
+            ),
+        )
 
     def load_checkpoint(
         self,

@@ -23,6 +23,7 @@ __all__ = [
     "load_sharded_optimizer",
     "read_metadata",
     "read_whole_model",
+    "save_file",
     "save_sharded",
 ]
 
@@ -60,16 +61,14 @@ def save_sharded(path: Path, states: Mapping[str, Any], metadata: Mapping[str, A
 
 
 def _prepare(path: Path, unfinished: Path) -> None:
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+    _refuse_other_directories(path)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 
 
 def _replace(new: Path, path: Path) -> None:
     if path.is_dir():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        old = _aside(path)
         path.rename(old)
         new.rename(path)
         shutil.rmtree(old)
@@ -89,6 +88,43 @@ def _on_rank_0(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+
+
+def save_file(path: Path, write: Callable[[], None]) -> None:
+    """Call ``write`` on rank 0 to write a file to ``path``. Collective.
+
+    A checkpoint directory at ``path`` makes way, and is there again if ``write`` fails.
+
+    Raises:
+        IsADirectoryError: A directory that is no checkpoint is in the way.
+    """
+
+    def replace() -> None:
+        _refuse_other_directories(path)
+        if not path.is_dir():
+            write()
+            return
+        old = _aside(path)
+        path.rename(old)
+        try:
+            write()
+        except BaseException:
+            old.rename(path)
+            raise
+        shutil.rmtree(old)
+
+    _on_rank_0(replace)
+
+
+def _refuse_other_directories(path: Path) -> None:
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
+
+
+def _aside(path: Path) -> Path:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    return old
 
 
 def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
