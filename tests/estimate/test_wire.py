@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-WORKER = Path(__file__).with_name("wire_worker.py")
+from tests.estimate.wire_cases import run_cases
 
-
-def launch(world_size: int, folder: Path) -> list[list[dict[str, Any]]]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    output = folder / "out"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world_size), str(folder / "rdzv"), output],
-            env=environment,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world_size
-    return [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(world_size)]
+if TYPE_CHECKING:
+    from tests.support.workers import WorkerPool
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def results(worker_pool: WorkerPool) -> list[list[dict[str, Any]]]:
     """Per case, what each rank reported."""
     by_case = []
     for world_size in (4, 2):
-        by_rank = launch(world_size, tmp_path_factory.mktemp(f"world{world_size}"))
+        by_rank = worker_pool.run(world_size, run_cases)
         by_case += [list(ranks) for ranks in zip(*by_rank, strict=True)]
     return by_case
 

@@ -402,7 +402,9 @@ def test_rows_of_a_batch_of_matrices_start_anew_in_every_matrix() -> None:
 def test_two_demands_meet_at_their_common_multiple() -> None:
     shape = (64, 96)
     assert rows(shape, 32, may_transpose=True).both(elements()) == Cuts(32 * 96, 32 * 64)
-    assert rows(shape, 32, may_transpose=True).both(blocks(256)) == Cuts(math.lcm(32 * 96, 256))
+    assert rows(shape, 32, may_transpose=True).both(blocks(256)) == Cuts(
+        math.lcm(32 * 96, 256), math.lcm(32 * 64, 256)
+    )
     assert whole(shape).both(rows(shape)).unit >= math.prod(shape)
 
 

@@ -106,6 +106,11 @@ class UnitCost:
         return sum(space.format.gathered_nbytes(space.numel) for space in self.spaces)
 
     @property
+    def parameter_nbytes(self) -> int:
+        """The same without padding."""
+        return sum(s.format.gathered_nbytes(s.num_parameter_elements) for s in self.spaces)
+
+    @property
     def gradient_nbytes(self) -> int:
         """Bytes of its unsharded gradients."""
         return sum(s.numel * s.reduce_itemsize for s in self.spaces if s.trainable)
@@ -127,6 +132,7 @@ class ModelCost:
         has_runtime_shards: Runtime shards are kept beside the masters; else every gather casts.
         agrees_on_unused: One small all-reduce per step tells which parameters no rank used.
         copies_in_and_out: Gathers and reductions go through buffers of their own.
+        is_offloaded: Masters, reduced gradients and optimizer state are on the host.
     """
 
     scheme: str
@@ -140,6 +146,7 @@ class ModelCost:
     has_runtime_shards: bool = True
     agrees_on_unused: bool = True
     copies_in_and_out: bool = False
+    is_offloaded: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -207,6 +214,7 @@ def model_cost(layout: Layout, runtime: RuntimePolicy, update: UpdatePolicy) -> 
         num_update_slices=layout.num_replicas if update.sharding == "hierarchical" else 1,
         reshard_after_forward=runtime.reshard_after_forward,
         prefetch=runtime.prefetch,
+        is_offloaded=update.device == "cpu",
     )
 
 
@@ -227,5 +235,5 @@ def space_cost(
         format=FormatCost.of(dtype),
         update_itemsize=update_dtype.itemsize,
         reduce_itemsize=(update.reduce_dtype or update_dtype).itemsize,
-        is_shared=update_dtype == dtype,
+        is_shared=update_dtype == dtype and update.device is None,
     )

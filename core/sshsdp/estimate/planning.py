@@ -33,31 +33,32 @@ def specs_by_unit(
     runtime: RuntimePolicy,
     *,
     units: UnitRule = None,
-    cuts_of: Callable[[ParameterSlot], Cuts] | None = None,
-    dtype_of: Callable[[ParameterSlot], torch.dtype | None] | None = None,
+    cuts_of: Callable[[ParameterSlot, str], Cuts] | None = None,
+    dtype_of: Callable[[ParameterSlot, str], torch.dtype | None] | None = None,
 ) -> dict[str, list[ParameterSpec]]:
     """The parameters of every unit, the root first.
 
     Args:
-        model: The model.
+        model: The model; may be on meta.
         runtime: Gives each parameter its runtime dtype.
         units: As in `sshsdp.shard`.
-        cuts_of: Where shards may cut a parameter; default: anywhere.
-        dtype_of: Another runtime dtype than the policy's for some parameters.
+        cuts_of: Parameter and unit name to where shards may cut it; default: anywhere.
+        dtype_of: Parameter and unit name to another runtime dtype than the policy's, or None.
     """
     slots = collect_slots(model)
     modules = find_unit_modules(model, units)
     check_patterns(runtime.formats, [alias for slot in slots for alias in slot.aliases], "formats")
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{name: [] for name in modules}}
     for slot in slots:
-        dtype = dtype_of(slot) if dtype_of is not None else None
-        members[unit_of_slot(slot, modules)].append(
+        unit = unit_of_slot(slot, modules)
+        dtype = dtype_of(slot, unit) if dtype_of is not None else None
+        members[unit].append(
             ParameterSpec(
                 name=slot.name,
                 shape=slot.shape,
                 runtime_dtype=dtype or _policy_dtype(slot, runtime),
                 is_trainable=slot.requires_grad,
-                cuts=cuts_of(slot) if cuts_of is not None else elements(),
+                cuts=cuts_of(slot, unit) if cuts_of is not None else elements(),
             )
         )
     return {name: specs for name, specs in members.items() if specs or name == ROOT}
@@ -70,29 +71,20 @@ def _policy_dtype(slot: ParameterSlot, runtime: RuntimePolicy) -> torch.dtype:
 
 
 def plan_layout(
-    model: nn.Module,
+    specs: dict[str, list[ParameterSpec]],
     *,
     num_replicas: int,
     num_shards: int,
-    runtime: RuntimePolicy,
     update: UpdatePolicy,
-    units: UnitRule = None,
-    cuts_of: Callable[[ParameterSlot], Cuts] | None = None,
-    dtype_of: Callable[[ParameterSlot], torch.dtype | None] | None = None,
 ) -> Layout:
     """Plan all units over an R x S mesh.
 
     Args:
-        model: The model; may be on meta.
+        specs: From `specs_by_unit`.
         num_replicas: R.
         num_shards: S.
-        runtime: The runtime policy.
         update: The update policy.
-        units: As in `sshsdp.shard`.
-        cuts_of: Where shards may cut a parameter; default: anywhere.
-        dtype_of: Another runtime dtype than the policy's for some parameters.
     """
-    specs = specs_by_unit(model, runtime, units=units, cuts_of=cuts_of, dtype_of=dtype_of)
     num_update_slices = num_replicas if update.sharding == "hierarchical" else 1
     return Layout(
         units=tuple(

@@ -53,14 +53,16 @@ def elements() -> Cuts:
 
 
 def blocks(size: int) -> Cuts:
-    """Between blocks of ``size`` consecutive elements, counted in the parameter's own order.
+    """Between blocks of ``size`` consecutive elements, counted in storage order.
+
+    Alone, they never make the planner transpose a parameter, which would change who shares a block.
 
     Raises:
         ValueError: ``size`` is not positive.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    return Cuts(size)
+    return Cuts(size, size)
 
 
 def rows(shape: tuple[int, ...], count: int = 1, *, may_transpose: bool = False) -> Cuts:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sshsdp.layout.address_space import AddressSpace
     from sshsdp.layout.planner import RegionRequest
 
-__all__ = ["PlanReport", "report_plan"]
+__all__ = ["WORTH_A_WORD", "PlanReport", "report_plan"]
 
 # Padding from which on the report gives the reason.
 WORTH_A_WORD = 0.01

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +13,7 @@ import sshsdp
 from sshsdp.estimate.costs import model_cost
 from sshsdp.estimate.memory import rank_memory
 from sshsdp.estimate.optimizers import optimizer_cost
-from sshsdp.estimate.planning import plan_layout
+from sshsdp.estimate.planning import plan_layout, specs_by_unit
 from sshsdp.estimate.wire import expected_wire_bytes
 
 MICRO_BATCHES = 2
@@ -84,13 +81,8 @@ def run(case: dict[str, object]) -> dict[str, object]:
     update = sshsdp.UpdatePolicy(sharding=case["sharding"])
     model = build(case["frozen"])
     with torch.device("meta"):
-        planned = plan_layout(
-            build(case["frozen"]),
-            num_replicas=num_replicas,
-            num_shards=num_shards,
-            runtime=runtime,
-            update=update,
-        )
+        specs = specs_by_unit(build(case["frozen"]), runtime)
+    planned = plan_layout(specs, num_replicas=num_replicas, num_shards=num_shards, update=update)
     engine = sshsdp.shard(model, mesh, runtime=runtime, update=update)
     optimizer = engine.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens = torch.randint(0, 37, (MICRO_BATCHES, 4, 5))
@@ -155,15 +147,6 @@ def run(case: dict[str, object]) -> dict[str, object]:
     return result
 
 
-def main(rank: int, world_size: int, rendezvous: str, output: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-    )
-    results = [{"case": case, **run(case)} for case in cases(world_size)]
-    Path(f"{output}.{rank}").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+def run_cases() -> list[dict[str, object]]:
+    """All cases of this world size, on this rank."""
+    return [{"case": case, **run(case)} for case in cases(dist.get_world_size())]

@@ -1,0 +1,5 @@
+"""``python -m sshsdp``."""
+
+from sshsdp.cli import main
+
+main()
