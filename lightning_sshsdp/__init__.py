@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_sshsdp import registration
 
 if TYPE_CHECKING:
+    from lightning_sshsdp.environment import engine_of
     from lightning_sshsdp.flavours.lightning_fabric import SSHSDPStrategy as FabricSSHSDPStrategy
     from lightning_sshsdp.flavours.lightning_pytorch import SSHSDPStrategy, ThroughputMonitor
 
-__all__ = ["FabricSSHSDPStrategy", "SSHSDPStrategy", "ThroughputMonitor"]
+__all__ = ["FabricSSHSDPStrategy", "SSHSDPStrategy", "ThroughputMonitor", "engine_of"]
 
 # Public name: (name in its module, module for each family).
 _LAZY = {
@@ -34,6 +35,10 @@ registration.install()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "engine_of":
+        from lightning_sshsdp.environment import engine_of
+
+        return engine_of
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_sshsdp.family import FAMILIES, current_family

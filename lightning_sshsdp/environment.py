@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "StepWrapper",
     "StrategyMixin",
+    "attach",
     "attach_optimizers",
     "engine_of",
     "engine_of_wrapper",
@@ -268,7 +269,26 @@ def attach_optimizers(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Op
     for optimizer in engine.optimizers:
         if not any(optimizer is kept for kept in optimizers):
             engine.detach(optimizer)
-    engine.attach([o for o in optimizers if not any(o is known for known in engine.optimizers)])
+    known = engine.optimizers
+    attach(engine, [o for o in optimizers if not any(o is one for one in known)])
+
+
+def attach(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Attach optimizers, and keep their own ``state_dict`` methods from being used by mistake."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(optimizer is one for one in engine.optimizers):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} holds flat pieces of the state, other ones on each "
+                "rank: save and load it with the Trainer or Fabric, or call, on all ranks, "
+                "engine.full_optimizer_state_dict(optimizer) and "
+                "engine.load_full_optimizer_state_dict(optimizer, state)"
+            )
+
+    engine.attach(optimizers)
+    for optimizer in optimizers:
+        optimizer.register_state_dict_pre_hook(refuse)
+        optimizer.register_load_state_dict_pre_hook(refuse)
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ import sshsdp  # noqa: TC001 (see above)
 from lightning_sshsdp.environment import (
     StepWrapper,
     StrategyMixin,
+    attach,
     attach_optimizers,
     engine_of_wrapper,
 )
@@ -157,7 +158,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
                 "parameters()"
             )
         if not any(optimizer is attached for attached in engine.optimizers):
-            engine.attach(optimizer)
+            attach(engine, [optimizer])
         return optimizer
 
     def _engine_of_optimizer(self, optimizer: torch.optim.Optimizer) -> sshsdp.Engine | None:
