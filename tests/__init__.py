@@ -1,0 +1,1 @@
+"""Tests of `sshsdp`; folders mirror the packages."""

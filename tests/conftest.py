@@ -1,0 +1,39 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.support.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# As in the workers: sums over several threads round otherwise, and references must not differ.
+torch.set_num_threads(1)
+
+
+class Workers:
+    """The ranks of one world size."""
+
+    def __init__(self, pool: WorkerPool, size: int) -> None:
+        self.size = size
+        self.run: Callable[..., list[Any]] = functools.partial(pool.run, size)
+
+
+@pytest.fixture(scope="session")
+def worker_pool() -> Iterator[WorkerPool]:
+    """The processes behind `workers`, started when a test first needs them."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def workers(worker_pool: WorkerPool) -> Callable[[int], Workers]:
+    """``workers(2).run(function, *args)`` calls a function on two ranks; results come by rank."""
+    return functools.partial(Workers, worker_pool)

@@ -1,0 +1,1 @@
+"""What distributed tests share: worker processes, models, training loops to compare, counters."""
