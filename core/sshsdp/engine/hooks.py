@@ -104,13 +104,15 @@ class ModuleHooks:
             if not _is_in_backward():
                 self._schedule.close_pass()
 
+        # A compiler may trace modules, not what moves their parameters.
+        disable: Any = torch.compiler.disable
         module = unit.module
         self._handles.append(
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
         )
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(disable(after)))
         if unit.is_root:
-            self._handles.append(module.register_forward_hook(close, always_call=True))
+            self._handles.append(module.register_forward_hook(disable(close), always_call=True))
 
     def _hook_holders(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any) -> None:
