@@ -10,7 +10,6 @@ checkpoint is on disk::
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -40,8 +39,6 @@ EXTRA_FILE = "extra.pt"
 # How long a save or load waits for ranks that did not call it.
 MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
 
-_meeting_numbers = itertools.count()
-
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
@@ -56,12 +53,15 @@ def _meet(caller: str) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    meeting = f"sshsdp/meeting/{next(_meeting_numbers)}"
+    # Each rank counts its meetings in the store, which lives as long as the process group.
+    own_count = f"sshsdp/meetings/{_rank()}"
+    meeting = f"sshsdp/meeting/{store.add(own_count, 1)}"
     keys = [f"{meeting}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[_rank()], "here")
     try:
         store.wait(keys, MISSING_RANKS_TIMEOUT)
     except Exception as error:
+        store.add(own_count, -1)
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
             f"{caller} is collective, and ranks {missing} did not call it within "
