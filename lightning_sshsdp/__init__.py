@@ -1,5 +1,4 @@
-"""Lightning strategies for `sshsdp`: ``Trainer(strategy="sshsdp")`` and
-``Fabric(strategy="sshsdp")``.
+"""Lightning for `sshsdp`: ``Trainer(strategy="sshsdp")`` and ``Fabric(strategy="sshsdp")``.
 
 Importing this package registers the name ``"sshsdp"`` with every Lightning package; once it is
 installed, that happens without an import as well (see `lightning_sshsdp.registration`). Importing

@@ -31,6 +31,8 @@ from lightning_sshsdp.sharded_files import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import sshsdp
+
 __all__ = ["CheckpointMixin"]
 
 
@@ -50,6 +52,19 @@ class CheckpointMixin:
     def _init_loading(self) -> None:
         self._waiting: _Waiting | None = None
         self._directory: Path | None = None
+
+    @property
+    def engine(self) -> sshsdp.Engine:
+        """The engine that shards the current LightningModule.
+
+        Raises:
+            RuntimeError: It has not been sharded yet.
+        """
+        module = self.lightning_module
+        engine = None if module is None else engine_of(module)
+        if engine is None:
+            raise RuntimeError("there is no engine before the Trainer has set the strategy up")
+        return engine
 
     # Saving
 
@@ -142,8 +157,7 @@ class CheckpointMixin:
         """Load the states of the attached optimizers. Lightning calls it when fitting."""
         states = checkpoint["optimizer_states"]
         attached = self.engine.optimizers
-        for index, optimizer in enumerate(self.optimizers):
-            optimizer = unwrap_optimizer(optimizer)
+        for index, optimizer in enumerate(map(unwrap_optimizer, self.optimizers)):
             if not any(optimizer is known for known in attached):
                 continue
             if self._directory is not None:

@@ -34,5 +34,5 @@ def read_directories(saving: ModuleType) -> None:
             return {**metadata, "state_dict": read_whole_model(path)}
         return original(path_or_url, *args, **kwargs)
 
-    load.reads_directories = True  # type: ignore[attr-defined]
-    saving.pl_load = load  # type: ignore[attr-defined]
+    load.reads_directories = True
+    saving.pl_load = load

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,6 +14,7 @@ from lightning_sshsdp.options import mesh_sizes, runtime_policy, update_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,7 +87,8 @@ class StrategyMixin:
     @property
     def root_device(self) -> torch.device:
         """This process's device."""
-        return self.parallel_devices[self.local_rank]
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
 
     @property
     def num_nodes(self) -> int:
@@ -197,7 +198,8 @@ class StrategyMixin:
     def _check_checkpoint_io(self, checkpoint_io: Any) -> None:
         if checkpoint_io is not None and self._checkpoint_format == "sharded":
             raise ValueError(
-                "a CheckpointIO plugin writes single files: give the strategy checkpoint='full' to use one"
+                "a CheckpointIO plugin writes single files: give the strategy checkpoint='full' to "
+                "use one"
             )
 
     @property
@@ -242,8 +244,8 @@ class StrategyMixin:
         new = (runtime, update, self.device_mesh.mesh.tolist())
         if old != new:
             raise RuntimeError(
-                f"the module is sharded already, with {old}, and now {new} is asked for: use the same "
-                "precision and options, or call close() on its engine (strategy.engine) on all ranks first"
+                f"the module is sharded already, with {old}, and now {new} is asked for: use the "
+                "same precision and options, or call strategy.engine.close() on all ranks first"
             )
 
 
@@ -279,8 +281,8 @@ def attach(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]) -
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is one for one in engine.optimizers):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} holds flat pieces of the state, other ones on each "
-                "rank: save and load it with the Trainer or Fabric, or call, on all ranks, "
+                f"this {type(optimizer).__name__} holds flat pieces of the state, other ones on "
+                "each rank: save and load it with the Trainer or Fabric, or call, on all ranks, "
                 "engine.full_optimizer_state_dict(optimizer) and "
                 "engine.load_full_optimizer_state_dict(optimizer, state)"
             )
@@ -293,7 +295,8 @@ def attach(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]) -
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    inner: torch.optim.Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner
 
 
 class StepWrapper(nn.Module):

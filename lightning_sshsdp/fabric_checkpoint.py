@@ -62,7 +62,7 @@ class FabricCheckpointMixin:
         return engine.full_optimizer_state_dict(optimizer)
 
     def _attached_engine(self, optimizer: torch.optim.Optimizer) -> sshsdp.Engine:
-        engine = self._engine_of_optimizer(optimizer)
+        engine: sshsdp.Engine | None = self._engine_of_optimizer(optimizer)
         if engine is None:
             raise ValueError(
                 f"this {type(optimizer).__name__} was not set up: call "
@@ -157,8 +157,8 @@ class FabricCheckpointMixin:
             return {**whole, **read_metadata(path, weights_only)}
         if not isinstance(state, dict):
             raise ValueError(
-                f"{path} is a sharded checkpoint with several parts: load it into the state that was "
-                "saved, load(path, {'model': model, ...})"
+                f"{path} is a sharded checkpoint with several parts: load it into the state that "
+                "was saved, load(path, {'model': model, ...})"
             )
         metadata = read_metadata(path, weights_only)
         for key, value in state.items():
@@ -181,7 +181,8 @@ class FabricCheckpointMixin:
                 path, map_location="cpu", mmap=True, weights_only=weights_only
             )
             return whole
-        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return loaded
 
     def _load_into(self, value: Any, saved: Any, strict: bool) -> bool:
         """Load into an object that can; returns whether it could."""
@@ -203,6 +204,6 @@ def _is_sharded(value: Any) -> bool:
 def _refuse_missing(key: str, checkpoint: Mapping[str, Any], strict: bool) -> None:
     if strict:
         raise KeyError(
-            f"the checkpoint has no key {key!r}, only {sorted(checkpoint)}: pass strict=False to do "
-            "without it"
+            f"the checkpoint has no key {key!r}, only {sorted(checkpoint)}: pass strict=False to "
+            "do without it"
         )

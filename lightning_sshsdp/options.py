@@ -90,8 +90,9 @@ def mesh_sizes(
         shard = world_size // replicate
     if replicate * shard != world_size:
         raise ValueError(
-            f"replicate_size={replicate_size!r} and shard_size={shard_size!r} make {replicate} x {shard} ranks, "
-            f"but there are {world_size}: their product must be the number of processes"
+            f"replicate_size={replicate_size!r} and shard_size={shard_size!r} make "
+            f"{replicate} x {shard} ranks, but there are {world_size}: their product must be the "
+            "number of processes"
         )
     return replicate, shard
 

@@ -32,8 +32,8 @@ def check_precision(plugin: Any) -> None:
     is_refused = any(cls.__name__ in _REFUSED for cls in type(plugin).__mro__)
     if name not in SUPPORTED_PRECISIONS or is_refused:
         raise ValueError(
-            f"the sshsdp strategy does not support {type(plugin).__name__} with precision {name!r}: "
-            f"choose one of {', '.join(SUPPORTED_PRECISIONS)}"
+            f"the sshsdp strategy does not support {type(plugin).__name__} with precision {name!r}:"
+            f" choose one of {', '.join(SUPPORTED_PRECISIONS)}"
         )
 
 

@@ -35,6 +35,7 @@ STRATEGY_NAME = "sshsdp"
 
 logger = logging.getLogger(__name__)
 
+
 class _LazyStrategy:
     """What the registry calls: imports the strategy's class when it is wanted."""
 
@@ -52,7 +53,7 @@ def _register_in(registry_name: str, flavour: str, module: ModuleType) -> None:
         registry.register(
             STRATEGY_NAME,
             _LazyStrategy(flavour),
-            description="Sharded data parallelism with runtime and update parameters laid out apart",
+            description="Sharded data parallelism, runtime and update parameters laid out apart",
         )
 
 

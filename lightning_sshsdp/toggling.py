@@ -29,7 +29,9 @@ class _Toggles:
         self.restore()
         chosen = unwrap_optimizer(optimizer)
         engine = engine_of(self._module)
-        for one in engine.optimizers if engine is not None else ():
+        if engine is None:
+            return
+        for one in engine.optimizers:
             for parameter in engine.parameters_of(one):
                 self._before[parameter] = parameter.requires_grad
                 if one is not chosen:

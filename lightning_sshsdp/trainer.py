@@ -105,19 +105,6 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
             )
         self._sharded_module = module
 
-    @property
-    def engine(self) -> sshsdp.Engine:
-        """The engine that shards the current LightningModule.
-
-        Raises:
-            RuntimeError: It has not been sharded yet.
-        """
-        module = self.lightning_module
-        engine = None if module is None else engine_of(module)
-        if engine is None:
-            raise RuntimeError("there is no engine before the Trainer has set the strategy up")
-        return engine
-
     # Set-up
 
     def set_world_ranks(self) -> None:

@@ -11,6 +11,6 @@ __all__ = ["SSHSDPStrategy"]
 
 
 class SSHSDPStrategy(FabricStrategyMixin, ParallelStrategy):
-    """What ``strategy="sshsdp"`` means to ``lightning.fabric.Fabric``; can be constructed with options too."""
+    """The strategy ``"sshsdp"`` of ``lightning.fabric.Fabric``, with its options."""
 
     family: ClassVar[Family] = FAMILIES[0]

@@ -13,7 +13,7 @@ __all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
-    """What ``strategy="sshsdp"`` means to ``lightning.pytorch.Trainer``; can be constructed with options too."""
+    """The strategy ``"sshsdp"`` of ``lightning.pytorch.Trainer``, with its options."""
 
     family: ClassVar[Family] = FAMILIES[0]
 

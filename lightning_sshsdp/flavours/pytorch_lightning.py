@@ -13,7 +13,7 @@ __all__ = ["SSHSDPStrategy", "ThroughputMonitor"]
 
 
 class SSHSDPStrategy(TrainerStrategyMixin, ParallelStrategy):
-    """What ``strategy="sshsdp"`` means to ``pytorch_lightning.Trainer``; can be constructed with options too."""
+    """The strategy ``"sshsdp"`` of ``pytorch_lightning.Trainer``, with its options."""
 
     family: ClassVar[Family] = FAMILIES[1]
 

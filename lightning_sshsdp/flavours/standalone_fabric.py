@@ -11,6 +11,6 @@ __all__ = ["SSHSDPStrategy"]
 
 
 class SSHSDPStrategy(FabricStrategyMixin, ParallelStrategy):
-    """What ``strategy="sshsdp"`` means to ``lightning_fabric.Fabric``; can be constructed with options too."""
+    """The strategy ``"sshsdp"`` of ``lightning_fabric.Fabric``, with its options."""
 
     family: ClassVar[Family] = FAMILIES[1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from modules import make_trainer, token_loader
 from torch.testing import assert_close
+
+from tests.lightning.modules import make_trainer, token_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,41 +1,63 @@
-"""Worker groups for the Lightning tests, one of each size for the whole session."""
+"""Ranks for the Lightning tests: the session's worker processes, dressed up as torchrun's."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
-from workers import WorkerGroup
+import torch.distributed as dist
+
+import lightning_sshsdp  # noqa: F401 (registers the strategy where a test runs without workers)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+
+    from tests.support.workers import WorkerPool
 
 
-def _group(size: int) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(size)
-    yield group
-    group.stop()
+class Ranks:
+    """Runs functions on all ranks of a world that looks to Lightning like a torchrun job."""
+
+    def __init__(self, pool: WorkerPool, size: int) -> None:
+        self._pool = pool
+        self._size = size
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on every rank at once; returns the results by rank."""
+        return self._pool.run(self._size, _as_torchrun, function, *args, timeout=150)
+
+
+def _as_torchrun(function: Callable[..., Any], *args: Any) -> Any:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    with patch.dict(os.environ, environment):
+        return function(*args)
 
 
 @pytest.fixture(scope="session")
-def one_rank() -> Iterator[WorkerGroup]:
+def one_rank(worker_pool: WorkerPool) -> Ranks:
     """A world of one process."""
-    yield from _group(1)
+    return Ranks(worker_pool, 1)
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[WorkerGroup]:
+def two_ranks(worker_pool: WorkerPool) -> Ranks:
     """A world of two processes."""
-    yield from _group(2)
+    return Ranks(worker_pool, 2)
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[WorkerGroup]:
+def four_ranks(worker_pool: WorkerPool) -> Ranks:
     """A world of four processes."""
-    yield from _group(4)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_lightning() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return Ranks(worker_pool, 4)

@@ -11,18 +11,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import assert_same_weights, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from modules import LanguageModule, make_trainer, token_loader
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import lightning_sshsdp
+from tests.lightning.comparing import assert_same_weights, weights_of
+from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 
 if TYPE_CHECKING:
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 FORMATS = ["sharded", "full"]
 GLOBAL_BATCH = 4
@@ -70,7 +70,7 @@ def _interrupted(
     "options", [{"scheduler": True}, {"optimizer": "momentum"}, {"optimizer": "sgd"}]
 )
 def test_resuming_changes_no_bit(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str, options: dict[str, Any]
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str, options: dict[str, Any]
 ) -> None:
     """Lightning's ModelParallelStrategy fails for plain SGD, whose state is empty."""
     path = str(tmp_path / "half.ckpt")
@@ -81,7 +81,7 @@ def test_resuming_changes_no_bit(
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "sharded"), ("full", "ddp")])
 def test_ddp_and_sshsdp_resume_from_each_other(
-    two_ranks: WorkerGroup, tmp_path: Path, first: str, second: str
+    two_ranks: Ranks, tmp_path: Path, first: str, second: str
 ) -> None:
     path = str(tmp_path / "half.ckpt")
     options = {"scheduler": True}
@@ -97,9 +97,9 @@ def _fit_and_save(strategy: str, epochs: int, path: str, ckpt_path: str | None) 
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_any_number_of_ranks_goes_on(
-    one_rank: WorkerGroup,
-    two_ranks: WorkerGroup,
-    four_ranks: WorkerGroup,
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    four_ranks: Ranks,
     tmp_path: Path,
     checkpoint: str,
 ) -> None:
@@ -130,16 +130,14 @@ def _resume_from_fsdp2(path: str) -> tuple[Any, Any]:
     return straight, weights_of(_fit("sharded", 2, {**options, "seed": 5}, ckpt_path=path))
 
 
-def test_checkpoints_of_lightnings_fsdp2_strategy_load(
-    two_ranks: WorkerGroup, tmp_path: Path
-) -> None:
+def test_checkpoints_of_lightnings_fsdp2_strategy_load(two_ranks: Ranks, tmp_path: Path) -> None:
     for straight, resumed in two_ranks.run(_resume_from_fsdp2, str(tmp_path / "fsdp2.ckpt")):
         assert_same_weights(resumed, straight)
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric"])
 def test_consolidated_checkpoints_are_ordinary_ones(
-    two_ranks: WorkerGroup, tmp_path: Path, package: str
+    two_ranks: Ranks, tmp_path: Path, package: str
 ) -> None:
     """The command of ``lightning.pytorch`` is a KeyError on ModelParallelStrategy's."""
     path, whole = tmp_path / "sharded.ckpt", tmp_path / "whole.ckpt"
@@ -163,7 +161,7 @@ def test_consolidated_checkpoints_are_ordinary_ones(
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_load_from_checkpoint_needs_no_strategy(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     """Lightning alone raises IsADirectoryError for a directory."""
     path = str(tmp_path / "some.ckpt")
@@ -188,7 +186,7 @@ def _fit_with_callback(checkpoint: str, directory: str) -> tuple[list[str], floa
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_model_checkpoint_keeps_the_best_and_the_last(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     files, best, validated = two_ranks.run(_fit_with_callback, checkpoint, str(tmp_path))[0]
     assert len(files) == 3, files
@@ -205,7 +203,7 @@ def _weights_only(checkpoint: str, path: str) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_fit_starts_from_a_weights_only_checkpoint(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     """A sharded one makes ModelParallelStrategy fail, a full one every strategy."""
     for saved, resumed, num_states in two_ranks.run(
@@ -245,7 +243,7 @@ def _loads_other_names(checkpoint: str, path: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_missing_names_are_an_error_only_when_loading_is_strict(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     """ModelParallelStrategy fails for sharded checkpoints in both cases."""
     two_ranks.run(_loads_other_names, checkpoint, str(tmp_path / "some.ckpt"))
@@ -269,7 +267,7 @@ def _replaces_each_other(directory: str) -> None:
         sharded.save_checkpoint(path, storage_options={"a": 1})
 
 
-def test_either_format_replaces_the_other(two_ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_either_format_replaces_the_other(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_replaces_each_other, str(tmp_path))
 
 
@@ -287,7 +285,7 @@ def _fails_while_saving(path: str) -> None:
 
 
 def test_a_save_that_fails_on_one_rank_leaves_the_old_checkpoint(
-    two_ranks: WorkerGroup, tmp_path: Path
+    two_ranks: Ranks, tmp_path: Path
 ) -> None:
     two_ranks.run(_fails_while_saving, str(tmp_path / "some.ckpt"))
 
@@ -323,7 +321,7 @@ def _uses_hooks(checkpoint: str, path: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_hooks_change_what_is_saved_and_weights_only_is_honoured(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     """Lightning drops ``weights_only`` for strategies that restore after their set-up."""
     two_ranks.run(_uses_hooks, checkpoint, str(tmp_path / "some.ckpt"))

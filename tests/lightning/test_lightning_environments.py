@@ -8,19 +8,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from comparing import assert_same_weights, assert_trains_like_ddp, weights_of
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from modules import Block, LanguageModule, make_trainer, token_loader
 from torch import nn
 
 import lightning_sshsdp
 import sshsdp
+from tests.lightning.comparing import assert_same_weights, assert_trains_like_ddp, weights_of
+from tests.lightning.modules import Block, LanguageModule, make_trainer, token_loader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 CONFIG = """
 trainer:
@@ -35,7 +35,7 @@ trainer:
   strategy:
     class_path: lightning_sshsdp.SSHSDPStrategy
     init_args:
-      units: [modules.Block, "model.nor*"]
+      units: [tests.lightning.modules.Block, "model.nor*"]
       runtime: {prefetch: 0, reshard_after_forward: false, formats: {"*head*": float32}}
       update: {reduce_dtype: bfloat16}
       shard_size: 2
@@ -71,7 +71,7 @@ def _train_from_yaml(path: str) -> None:
     assert len(cli.model.losses) == 4
 
 
-def test_a_yaml_file_configures_everything(two_ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_a_yaml_file_configures_everything(two_ranks: Ranks, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG)
     two_ranks.run(_train_from_yaml, str(config))
@@ -109,7 +109,7 @@ def _train_on_two_slurm_nodes() -> None:
     assert_same_weights(weights_of(trainer), weights_of(ddp))
 
 
-def test_nodes_of_a_slurm_job_become_replicas(two_ranks: WorkerGroup) -> None:
+def test_nodes_of_a_slurm_job_become_replicas(two_ranks: Ranks) -> None:
     two_ranks.run(_train_on_two_slurm_nodes)
 
 
@@ -135,7 +135,7 @@ def _compiled_trains(how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["in place", "wrapped", "model"])
-def test_compiled_submodules_train_like_ddp(two_ranks: WorkerGroup, how: str) -> None:
+def test_compiled_submodules_train_like_ddp(two_ranks: Ranks, how: str) -> None:
     assert min(two_ranks.run(_compiled_trains, how)) > 0
 
 
@@ -156,7 +156,7 @@ def _shards_the_named_units() -> list[str]:
     return [unit.name for unit in trainer.strategy.engine.units]
 
 
-def test_units_can_be_classes_and_unknown_patterns_are_named(two_ranks: WorkerGroup) -> None:
+def test_units_can_be_classes_and_unknown_patterns_are_named(two_ranks: Ranks) -> None:
     names = two_ranks.run(_shards_the_named_units)[0]
     assert names[1:] == [f"model.blocks.{index}" for index in range(3)]
 
@@ -186,5 +186,5 @@ def _moves_metrics() -> int:
     return len(module.metric.devices)
 
 
-def test_metrics_are_moved_to_the_device(two_ranks: WorkerGroup) -> None:
+def test_metrics_are_moved_to_the_device(two_ranks: Ranks) -> None:
     assert min(two_ranks.run(_moves_metrics)) >= 1

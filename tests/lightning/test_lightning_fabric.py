@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from comparing import assert_same_weights
 from lightning.fabric import Fabric
-from modules import VOCABULARY, LanguageModel, token_loader
 from torch import nn
 from torch.testing import assert_close
 
 import lightning_sshsdp
+from tests.lightning.comparing import assert_same_weights
+from tests.lightning.modules import VOCABULARY, LanguageModel, token_loader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 FORMATS = ["sharded", "full"]
 
@@ -105,7 +105,7 @@ def _train(strategy: str, optimizer_name: str, options: dict[str, Any]) -> Any:
     ],
 )
 def test_loop_trains_like_ddp(
-    two_ranks: WorkerGroup, optimizer: str, options: dict[str, Any], rtol: float
+    two_ranks: Ranks, optimizer: str, options: dict[str, Any], rtol: float
 ) -> None:
     ddp = two_ranks.run(_train, "ddp", optimizer, options)
     ours = two_ranks.run(_train, "sshsdp", optimizer, options)
@@ -113,6 +113,26 @@ def test_loop_trains_like_ddp(
         assert_close(losses, expected, rtol=rtol, atol=1e-6)
         if rtol < 1e-3:
             assert_same_weights(weights, reference, max(rtol, 1e-9))
+
+
+def _train_compiled() -> Any:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fabric = _fabric("sshsdp")
+    model = _model()
+    optimizer = _optimizer("momentum", model)
+    model, optimizer = fabric.setup(torch.compile(model, backend="aot_eager"), optimizer)
+    losses = _epoch(fabric, model, optimizer)
+    return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_model_trains_as_well(two_ranks: Ranks) -> None:
+    plain = two_ranks.run(_train, "sshsdp", "momentum", {})
+    for (losses, num_graphs), (expected, _) in zip(
+        two_ranks.run(_train_compiled), plain, strict=True
+    ):
+        assert_close(losses, expected, rtol=1e-4, atol=0)
+        assert num_graphs > 0
 
 
 def _restores_synchronization() -> None:
@@ -142,7 +162,7 @@ def _restores_synchronization() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
-def test_no_backward_sync_restores_what_was_before(two_ranks: WorkerGroup) -> None:
+def test_no_backward_sync_restores_what_was_before(two_ranks: Ranks) -> None:
     """After ``enabled=False``, Lightning's ModelParallelStrategy leaves synchronization off."""
     two_ranks.run(_restores_synchronization)
 
@@ -167,7 +187,7 @@ def _refuses() -> None:
     optimizer.load_state_dict(whole)
 
 
-def test_objects_that_were_not_set_up_are_refused(two_ranks: WorkerGroup) -> None:
+def test_objects_that_were_not_set_up_are_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_refuses)
 
 
@@ -207,7 +227,7 @@ def _save_and_load(checkpoint: str, path: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_saving_and_loading_changes_no_bit(
-    two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
 ) -> None:
     two_ranks.run(_save_and_load, checkpoint, str(tmp_path / "state.ckpt"))
 
@@ -231,7 +251,7 @@ def _exchanges_with_ddp(directory: str) -> None:
     assert_same_weights(runs["full", "ddp"], runs["ddp", "ddp"])
 
 
-def test_checkpoints_are_exchanged_with_ddp(two_ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_checkpoints_are_exchanged_with_ddp(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_exchanges_with_ddp, str(tmp_path))
 
 
@@ -259,7 +279,7 @@ def _filters_and_raw_files(checkpoint: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", FORMATS)
-def test_filtered_and_raw_files(two_ranks: WorkerGroup, tmp_path: Path, checkpoint: str) -> None:
+def test_filtered_and_raw_files(two_ranks: Ranks, tmp_path: Path, checkpoint: str) -> None:
     """Lightning's own sharded strategies refuse filters on sharded checkpoints."""
     two_ranks.run(_filters_and_raw_files, checkpoint, str(tmp_path))
 
@@ -288,7 +308,7 @@ def _calls_other_methods() -> Any:
     assert fabric.all_gather(torch.tensor([fabric.global_rank])).flatten().tolist() == [0, 1]
 
 
-def test_methods_beside_forward_and_collectives(two_ranks: WorkerGroup) -> None:
+def test_methods_beside_forward_and_collectives(two_ranks: Ranks) -> None:
     two_ranks.run(_calls_other_methods)
 
 
@@ -304,7 +324,7 @@ def _materializes() -> None:
     assert losses[0] < 3 * torch.tensor(float(VOCABULARY)).log()
 
 
-def test_models_on_meta_are_initialised(two_ranks: WorkerGroup) -> None:
+def test_models_on_meta_are_initialised(two_ranks: Ranks) -> None:
     two_ranks.run(_materializes)
 
 
@@ -329,5 +349,5 @@ def _trains_two_models() -> Any:
     assert_same_weights(results["sshsdp"], results["ddp"])
 
 
-def test_models_that_are_set_up_one_by_one(two_ranks: WorkerGroup) -> None:
+def test_models_that_are_set_up_one_by_one(two_ranks: Ranks) -> None:
     two_ranks.run(_trains_two_models)

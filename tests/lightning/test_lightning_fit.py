@@ -7,16 +7,16 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from comparing import assert_same_weights, assert_trains_like_ddp, weights_of
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from modules import LanguageModule, make_trainer, token_loader
 from torch import nn
 from torch.testing import assert_close
 
 import lightning_sshsdp
+from tests.lightning.comparing import assert_same_weights, assert_trains_like_ddp, weights_of
+from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 
 if TYPE_CHECKING:
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 
 def _trains_like_ddp(module_options: dict[str, Any], trainer_options: dict[str, Any]) -> None:
@@ -40,13 +40,13 @@ def _trains_like_ddp(module_options: dict[str, Any], trainer_options: dict[str, 
     ],
 )
 def test_losses_and_weights_equal_ddp(
-    two_ranks: WorkerGroup, module_options: dict[str, Any], trainer_options: dict[str, Any]
+    two_ranks: Ranks, module_options: dict[str, Any], trainer_options: dict[str, Any]
 ) -> None:
     two_ranks.run(_trains_like_ddp, module_options, trainer_options)
 
 
 @pytest.mark.parametrize("module_options", [{}, {"optimizer": "momentum", "scheduler": True}])
-def test_one_process_trains_like_ddp(one_rank: WorkerGroup, module_options: dict[str, Any]) -> None:
+def test_one_process_trains_like_ddp(one_rank: Ranks, module_options: dict[str, Any]) -> None:
     one_rank.run(_trains_like_ddp, module_options, {"devices": 1, "gradient_clip_val": 0.3})
 
 
@@ -57,7 +57,7 @@ def _trains_on_2_by_2() -> None:
     assert trainer.strategy.device_mesh.shape == (2, 2)
 
 
-def test_four_ranks_train_like_ddp_on_a_2d_mesh(four_ranks: WorkerGroup) -> None:
+def test_four_ranks_train_like_ddp_on_a_2d_mesh(four_ranks: Ranks) -> None:
     four_ranks.run(_trains_on_2_by_2)
 
 
@@ -85,7 +85,7 @@ def _odd_module_trains() -> None:
 
 
 def test_frozen_and_unused_parameters_stay_and_an_early_optimizer_trains(
-    two_ranks: WorkerGroup,
+    two_ranks: Ranks,
 ) -> None:
     """Lightning's ModelParallelStrategy trains nothing, silently, with an optimizer made early."""
     two_ranks.run(_odd_module_trains)
@@ -116,7 +116,7 @@ def _counts_reductions() -> None:
     assert accumulated > 0
 
 
-def test_accumulation_reduces_once_per_step(two_ranks: WorkerGroup) -> None:
+def test_accumulation_reduces_once_per_step(two_ranks: Ranks) -> None:
     """Lightning's ModelParallelStrategy reduces in every micro-batch."""
     two_ranks.run(_counts_reductions)
 
@@ -138,7 +138,7 @@ def _refuses_optimizers() -> None:
         make_trainer().fit(_LBFGS(), token_loader())
 
 
-def test_optimizers_that_could_not_train_are_refused(two_ranks: WorkerGroup) -> None:
+def test_optimizers_that_could_not_train_are_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_refuses_optimizers)
 
 
@@ -156,7 +156,7 @@ def _seen_rows() -> torch.Tensor:
     return torch.cat(seen.rows)
 
 
-def test_ranks_see_disjoint_data(two_ranks: WorkerGroup) -> None:
+def test_ranks_see_disjoint_data(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(_seen_rows)
     everything = {tuple(row.tolist()) for row in token_loader(8).dataset.tensors[0]}
     rows = [{tuple(row.tolist()) for row in seen} for seen in (first, second)]
@@ -179,7 +179,7 @@ def _scheduled_rates(strategy: str) -> list[list[float]]:
     return rates.seen
 
 
-def test_schedulers_change_the_rates_that_the_optimizer_uses(two_ranks: WorkerGroup) -> None:
+def test_schedulers_change_the_rates_that_the_optimizer_uses(two_ranks: Ranks) -> None:
     ours, ddp = two_ranks.run(_scheduled_rates, "sshsdp"), two_ranks.run(_scheduled_rates, "ddp")
     assert ours == ddp
     assert ours[0][0][0] > ours[0][-1][0]
@@ -201,7 +201,7 @@ def _all_stages(strategy: str) -> tuple[list[float], Any, dict[str, torch.Tensor
     return results, predictions, weights_of(trainer)
 
 
-def test_every_order_of_stages_gives_what_ddp_gives(two_ranks: WorkerGroup) -> None:
+def test_every_order_of_stages_gives_what_ddp_gives(two_ranks: Ranks) -> None:
     ours, ddp = two_ranks.run(_all_stages, "sshsdp"), two_ranks.run(_all_stages, "ddp")
     for (results, predictions, weights), (expected, wanted, reference) in zip(
         ours, ddp, strict=True
@@ -226,7 +226,7 @@ def _validate_then_fit_under_inference_mode() -> None:
 
 
 def test_fit_after_validate_works_where_lightning_uses_inference_mode(
-    two_ranks: WorkerGroup,
+    two_ranks: Ranks,
 ) -> None:
     two_ranks.run(_validate_then_fit_under_inference_mode)
 
@@ -242,5 +242,5 @@ def _second_trainer() -> None:
     assert_same_weights(results["sshsdp"], results["ddp"])
 
 
-def test_another_trainer_may_go_on_with_the_module(two_ranks: WorkerGroup) -> None:
+def test_another_trainer_may_go_on_with_the_module(two_ranks: Ranks) -> None:
     two_ranks.run(_second_trainer)

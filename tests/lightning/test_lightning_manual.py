@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from comparing import assert_same_weights, weights_of
-from modules import make_trainer
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.lightning.comparing import assert_same_weights, weights_of
+from tests.lightning.modules import make_trainer
+
 if TYPE_CHECKING:
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 
 class _Gan(pl.LightningModule):
@@ -102,7 +103,7 @@ def _train(strategy: str, style: str) -> tuple[list[float], dict[str, torch.Tens
 @pytest.mark.parametrize(
     "style", ["plain", "module_zero_grad", "toggled", "closure", "accumulated"]
 )
-def test_gan_trains_like_ddp(two_ranks: WorkerGroup, style: str) -> None:
+def test_gan_trains_like_ddp(two_ranks: Ranks, style: str) -> None:
     ddp = two_ranks.run(_train, "ddp_find_unused_parameters_true", style)
     ours = two_ranks.run(_train, "sshsdp", style)
     for (losses, weights), (expected, reference) in zip(ours, ddp, strict=True):

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from comparing import assert_same_weights, weights_of
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
-from modules import LanguageModule, make_trainer, token_loader
 from torch.testing import assert_close
 
 import lightning_sshsdp
 import sshsdp
 from lightning_sshsdp.grad_scaler import GlobalGradScaler
+from tests.lightning.comparing import assert_same_weights, weights_of
+from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 
 if TYPE_CHECKING:
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 
 def _fit(strategy: Any, module: LanguageModule, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def _compare(precision: str, rtol: float) -> dict[str, Any]:
     ],
 )
 def test_precision_trains_like_ddp(
-    two_ranks: WorkerGroup, precision: str, rtol: float, runtime: str, update: str
+    two_ranks: Ranks, precision: str, rtol: float, runtime: str, update: str
 ) -> None:
     for dtypes in two_ranks.run(_compare, precision, rtol):
         norms = {name for name in dtypes["runtime"] if "norm" in name}
@@ -79,7 +79,7 @@ def _fit_with_scaler(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor
     return module.losses, weights_of(trainer), scale, type(trainer.precision_plugin.scaler)
 
 
-def test_all_ranks_skip_the_step_in_which_one_rank_overflows(two_ranks: WorkerGroup) -> None:
+def test_all_ranks_skip_the_step_in_which_one_rank_overflows(two_ranks: Ranks) -> None:
     ddp = two_ranks.run(_fit_with_scaler, "ddp")
     ours = two_ranks.run(_fit_with_scaler, "sshsdp")
     for (losses, weights, scale, kind), (expected, reference, wanted_scale, _) in zip(
@@ -115,7 +115,7 @@ def _policies_win() -> None:
     assert set(dtypes.values()) == {torch.float32}
 
 
-def test_policies_that_are_given_go_before_the_precision(two_ranks: WorkerGroup) -> None:
+def test_policies_that_are_given_go_before_the_precision(two_ranks: Ranks) -> None:
     two_ranks.run(_policies_win)
 
 
@@ -143,5 +143,5 @@ def _wrong_mesh() -> None:
         )
 
 
-def test_mesh_sizes_that_are_not_the_world_are_named(two_ranks: WorkerGroup) -> None:
+def test_mesh_sizes_that_are_not_the_world_are_named(two_ranks: Ranks) -> None:
     two_ranks.run(_wrong_mesh)

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from modules import (
+
+import lightning_sshsdp
+from lightning_sshsdp.throughput import count_tokens, training_flops_per_token
+from tests.lightning.modules import (
     LENGTH,
     VOCABULARY,
     WIDTH,
@@ -18,13 +21,10 @@ from modules import (
     token_loader,
 )
 
-import lightning_sshsdp
-from lightning_sshsdp.throughput import count_tokens, training_flops_per_token
-
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workers import WorkerGroup
+    from tests.lightning.conftest import Ranks
 
 
 def _monitored(directory: str, strategy: str) -> list[dict[str, float]]:
@@ -49,7 +49,7 @@ def _monitored(directory: str, strategy: str) -> list[dict[str, float]]:
     ]
 
 
-def test_values_reach_the_logger(two_ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_values_reach_the_logger(two_ranks: Ranks, tmp_path: Path) -> None:
     rows = two_ranks.run(_monitored, str(tmp_path), "sshsdp")[0]
     assert len(rows) == 2, rows
     flops_per_token = training_flops_per_token(LanguageModel())
@@ -68,7 +68,7 @@ def test_values_reach_the_logger(two_ranks: WorkerGroup, tmp_path: Path) -> None
         assert 0 < row["throughput/gathered_mb"] <= 1.1 * parameter_mb
 
 
-def test_it_works_with_other_strategies(two_ranks: WorkerGroup, tmp_path: Path) -> None:
+def test_it_works_with_other_strategies(two_ranks: Ranks, tmp_path: Path) -> None:
     rows = two_ranks.run(_monitored, str(tmp_path), "ddp")[0]
     assert rows
     assert not any("received" in name for name in rows[0])

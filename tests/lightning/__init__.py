@@ -1,0 +1,1 @@
+"""Tests of the Lightning strategies, on real processes, against DDP."""
