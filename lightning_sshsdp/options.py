@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sshsdp import DenseFormat, RuntimePolicy, UpdatePolicy
+from sshsdp import DenseFormat, Pack, RuntimePolicy, UpdatePolicy, find_packs
 
 __all__ = ["mesh_sizes", "runtime_policy", "update_policy"]
 
@@ -50,6 +50,8 @@ def runtime_policy(
     if isinstance(given, RuntimePolicy):
         return given
     fields = _parse_fields("runtime", given, RuntimePolicy)
+    if fields.get("packs") == "auto":
+        fields["packs"] = find_packs(model)
     # The adapters cast batches themselves, or run under autocast: targets must not be rounded.
     fields.setdefault("cast_forward_inputs", False)
     if "dtype" not in fields:
@@ -131,6 +133,8 @@ def _parse_fields(
             )
         if name == "formats":
             fields[name] = {pattern: _parse_format(item) for pattern, item in dict(value).items()}
+        elif name == "packs" and value != "auto":
+            fields[name] = tuple(_parse_pack(item) for item in value)
         else:
             fields[name] = _parse_dtype(value) if name.endswith("dtype") else value
     return fields
@@ -146,6 +150,13 @@ def _parse_dtype(value: Any) -> Any:
             f"{value!r} is no torch dtype; write it as in torch: 'bfloat16', 'float32'"
         )
     return dtype
+
+
+def _parse_pack(value: Any) -> Any:
+    """A list of names, or a mapping with ``names`` and ``fuse``, to a `sshsdp.Pack`."""
+    if isinstance(value, Mapping):
+        return Pack(**value)
+    return Pack(tuple(value)) if isinstance(value, (list, tuple)) else value
 
 
 def _parse_format(value: Any) -> Any:

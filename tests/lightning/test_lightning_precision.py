@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from torch import nn
 from torch.testing import assert_close
 
 import lightning_sshsdp
 import sshsdp
 from lightning_sshsdp.grad_scaler import GlobalGradScaler
+from lightning_sshsdp.options import runtime_policy
 from tests.lightning.comparing import assert_same_weights, weights_of
 from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 
@@ -117,6 +119,17 @@ def _policies_win() -> None:
 
 def test_policies_that_are_given_go_before_the_precision(two_ranks: Ranks) -> None:
     two_ranks.run(_policies_win)
+
+
+def test_packs_are_written_as_names() -> None:
+    names = ["q.weight", "k.weight"]
+    written = {"packs": [names, {"names": names, "fuse": True}]}
+    policy = runtime_policy(written, "32-true", nn.Module())
+    assert policy.packs == (sshsdp.Pack(tuple(names)), sshsdp.Pack(tuple(names), fuse=True))
+    model = nn.Module()
+    model.gate_proj, model.up_proj = nn.Linear(3, 2), nn.Linear(3, 2)
+    found = runtime_policy({"packs": "auto"}, "32-true", model).packs
+    assert [pack.names for pack in found] == [("gate_proj.weight", "up_proj.weight")]
 
 
 @pytest.mark.parametrize(
