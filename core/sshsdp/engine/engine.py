@@ -262,14 +262,16 @@ class Engine(Checkpointing):
         self._bindings.remove(binding)
         binding.detach()
 
-    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """The model's parameters that an attached optimizer trains (frozen ones in its groups too).
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """The model's parameters that an attached optimizer trains, by param group.
+
+        Frozen parameters that its groups held are among them.
 
         Raises:
             ValueError: The optimizer is not attached.
         """
         binding = self._binding_of(optimizer, "parameters_of")
-        return [slot.parameter for group in binding.groups for slot in group]
+        return [[slot.parameter for slot in group] for group in binding.groups]
 
     def _binding_of(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerBinding:
         for binding in self._bindings:
@@ -462,6 +464,7 @@ class Engine(Checkpointing):
         self.is_closed = True
         for binding in self._bindings:
             binding.detach()
+        self._bindings.clear()
         self._hooks.remove()
         for fused in self._fused:
             fused.remove()
