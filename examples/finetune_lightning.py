@@ -19,6 +19,7 @@ and generates from it. The last line of output is a JSON object.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -132,7 +133,11 @@ class LanguageModel(LightningModule):
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(
-            groups, lr=self.options.learning_rate, betas=(0.9, 0.95), fused=True
+            groups,
+            lr=self.options.learning_rate,
+            betas=(0.9, 0.95),
+            # Lightning does not clip for a fused optimizer under autocast.
+            fused=not self.options.precision.endswith("-mixed"),
         )
         warmup, total = self.options.warmup_steps, self.options.total_steps
 
@@ -266,6 +271,10 @@ def finetune(options: Options) -> dict[str, Any] | None:
     }
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     model: Annotated[str, typer.Option(help="Name or directory for from_pretrained.")] = PACKAGED,
     text: Annotated[str, typer.Option(help="bible, python, or a text file.")] = "bible",
@@ -303,10 +312,13 @@ def main(
     if dist.is_initialized():
         # The other ranks have nothing more to say when the last line is printed.
         dist.barrier()
+        # Whatever still refers to a gloo group keeps its threads running, and a thread that lets go
+        # of its last tensor while Python shuts down aborts the process (torch 2.13).
+        gc.collect()
         dist.destroy_process_group()
     if result is not None:
         print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
