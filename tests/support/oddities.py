@@ -111,6 +111,17 @@ class Outer(nn.Module):
         return self.after(torch.tanh(self.inner(self.before(x))))
 
 
+class Weighted(nn.Module):
+    """Multiplies by a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.einsum("bi,oi->bo", torch.tanh(x), self.weight)
+
+
 class Branches(nn.Module):
     """Runs one of several branches, each a unit; which one comes with the data."""
 
@@ -125,29 +136,20 @@ class Branches(nn.Module):
 
 
 class PartlyUsed(nn.Module):
-    """Units of which some parameters are never used, and one unit that never is."""
+    """Reaches into its units past their forward: some parameters are never used, one unit never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Outer(), Outer(), Residual()])
+        for block in self.blocks[:2]:
+            block.side = Weighted()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks[:2]:
-            x = x + block.inner(block.before(x))
+            x = x + block.side(block.inner(block.before(x)))
         return x
-
-
-class Weighted(nn.Module):
-    """Multiplies by a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.einsum("bi,oi->bo", torch.tanh(x), self.weight)
 
 
 def shared_over_blocks() -> nn.Module:
@@ -268,9 +270,10 @@ class OpaqueBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
 
     def forward(self, hidden: Opaque) -> Opaque:
-        return Opaque(torch.tanh(self.linear(hidden.values)))
+        return Opaque(torch.tanh(self.linear(hidden.values)) @ self.weight)
 
 
 class ObjectChain(nn.Module):
@@ -335,9 +338,7 @@ ODDITIES = [
     _subject("fewer rows than ranks", lambda: Chain(Narrow(), Residual())),
     _subject("non-contiguous", lambda: Chain(Transposed(), Residual())),
     _subject("called twice", CalledTwice),
-    _subject(
-        "nested units", lambda: Chain(Outer(), Outer()), ("blocks.?", "blocks.?.inner")
-    ),
+    _subject("nested units", lambda: Chain(Outer(), Outer()), ("blocks.?", "blocks.?.inner")),
     _subject("partly used", PartlyUsed),
     Subject("used by some ranks", Branches, rows_and_rank, mean_square, None, True),
     _subject("shared over blocks", shared_over_blocks),

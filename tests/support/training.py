@@ -147,10 +147,12 @@ def train_plain(recipe: Recipe, world_size: int) -> Outcome:
     return Outcome(losses, norms, {k: v.detach().clone() for k, v in model.state_dict().items()})
 
 
-def train_sshsdp(recipe: Recipe) -> Outcome:
+def train_sshsdp(recipe: Recipe, runtime: sshsdp.RuntimePolicy | None = None) -> Outcome:
     """Train on this process group's ranks with `sshsdp`; weights come back on rank 0."""
     model = prepare_model(recipe)
-    engine = sshsdp.shard(model, units=subject_of(recipe).units, runtime=recipe.runtime_policy)
+    engine = sshsdp.shard(
+        model, units=subject_of(recipe).units, runtime=runtime or recipe.runtime_policy
+    )
     optimizer = engine.attach(make_optimizer(recipe, model))
     losses, norms = [], []
     for step in range(recipe.steps):

@@ -450,7 +450,7 @@ class Engine(Checkpointing):
                     space.take_changes()
         finally:
             self._schedule.is_pinned = False
-            self._schedule.free_all()
+            self._schedule.free_all(spares_kept=not writes)
 
     def close(self) -> None:
         """Remove all hooks and leave an ordinary model with whole parameters on every rank.

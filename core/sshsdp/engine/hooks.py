@@ -127,7 +127,7 @@ class ModuleHooks:
     def _gather_out_of_turn(self, unit: Unit) -> None:
         # No output is hooked here, so nothing would bring the parameters back in backward.
         unit.wait()
-        unit.kept_for_backward = torch.is_grad_enabled()
+        unit.kept_for_backward |= torch.is_grad_enabled()
         self._schedule.note_peaks()
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:

@@ -174,6 +174,10 @@ class Schedule:
         self._pass_depth = max(self._pass_depth - 1, 0)
         if self._pass_depth == 0 and not self.is_pinned:
             self._forward.finish(self._may_free_after_forward)
+            # Without grad, nothing else frees what was gathered out of turn.
+            for unit in self.units:
+                if self._may_free_after_forward(unit):
+                    unit.free()
 
     def before_forward(self, unit: Unit, *, is_recompute: bool) -> None:
         """Have the unit's parameters; start the next one's gather."""
@@ -194,9 +198,10 @@ class Schedule:
             unit.free()
 
     def _may_free_after_forward(self, unit: Unit) -> bool:
-        if not self._reshard_after_forward:
+        # An evaluation may come between a forward and its backward, which nothing gathers it for.
+        if not self._reshard_after_forward or unit.kept_for_backward:
             return False
-        keeps = unit.is_root or unit.kept_for_backward or unit is self._turning_point
+        keeps = unit.is_root or unit is self._turning_point
         return not (keeps and torch.is_grad_enabled())
 
     # Backward
@@ -329,11 +334,16 @@ class Schedule:
         self._backward.ahead.clear()
         self._close_backward()
 
-    def free_all(self) -> None:
-        """Free every unit that nothing pins."""
+    def free_all(self, *, spares_kept: bool = False) -> None:
+        """Free every unit that nothing pins.
+
+        Args:
+            spares_kept: Leave units that nothing would gather again for a backward to come.
+        """
         if not self.is_pinned:
             for unit in self.units:
-                unit.free()
+                if not (spares_kept and unit.kept_for_backward):
+                    unit.free()
 
     @property
     def is_mid_step(self) -> bool:
