@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import sshsdp
-from sshsdp.checkpoint import store
+from sshsdp.checkpoint import rendezvous, store
 from tests.checkpoint.training import make_sshsdp, train
 from tests.support.workers import WorkersFailedError
 
@@ -94,14 +94,14 @@ def test_a_crash_between_the_renames_loses_nothing(
 def save_on_rank_0_only(folder: Path) -> str:
     """What happens if only the main rank saves."""
     _, attached, engine = make_sshsdp("adamw")
-    store.MISSING_RANKS_TIMEOUT = timedelta(seconds=2)
+    rendezvous.MISSING_RANKS_TIMEOUT = timedelta(seconds=2)
     try:
         if dist.get_rank() == 0:
             engine.save(folder / "checkpoint", attached)
     except RuntimeError as error:
         return str(error)
     finally:
-        store.MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
+        rendezvous.MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
         dist.barrier()
     return ""
 

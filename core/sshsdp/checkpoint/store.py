@@ -6,14 +6,16 @@ checkpoint is on disk::
 
     .name.saving  --rename-->  name          (written by every rank, then synchronised)
     name          --rename-->  .name.old     (if there was one; removed at the end)
+
+The directory must be on a file system that all ranks see.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,115 +27,108 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from sshsdp.checkpoint.rendezvous import on_rank_0, together
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["MISSING_RANKS_TIMEOUT", "load", "load_extra", "read_metadata", "save"]
+__all__ = ["load_extra", "read", "read_metadata", "save"]
 
 logger = logging.getLogger(__name__)
 
 EXTRA_FILE = "extra.pt"
-
-# How long a save or load waits for ranks that did not call it.
-MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
+METADATA_FILE = ".metadata"
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _meet(caller: str) -> None:
-    """Wait until every rank is here.
-
-    Raises:
-        RuntimeError: Some ranks did not come; they are named.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    store = dist.distributed_c10d._get_default_store()
-    # Each rank counts its meetings in the store, which lives as long as the process group.
-    own_count = f"sshsdp/meetings/{_rank()}"
-    meeting = f"sshsdp/meeting/{store.add(own_count, 1)}"
-    keys = [f"{meeting}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[_rank()], "here")
-    try:
-        store.wait(keys, MISSING_RANKS_TIMEOUT)
-    except Exception as error:
-        store.add(own_count, -1)
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"{caller} is collective, and ranks {missing} did not call it within "
-            f"{MISSING_RANKS_TIMEOUT.total_seconds():.0f} s: call it on every rank, not on rank 0 "
-            "only"
-        ) from error
-
-
-def _on_rank_0(action: Any, what: str) -> None:
-    """Run ``action`` on rank 0; raise its failure on every rank."""
-    failure: list[Any] = [None]
-    if _rank() == 0:
-        try:
-            action()
-        except Exception as error:
-            failure[0] = f"{type(error).__name__}: {error}"
-    if dist.is_initialized():
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise RuntimeError(f"{what} failed on rank 0: {failure[0]}")
-
-
-def save(state_dict: Mapping[str, Any], path: str | Path, extra: Mapping[str, Any]) -> None:
+def save(
+    make_state: Callable[[], Mapping[str, Any]], path: str | Path, extra: Mapping[str, Any]
+) -> None:
     """Write a checkpoint directory. Collective.
 
     Args:
-        state_dict: Nested dict of tensors and picklable values, the same keys on every rank.
-        path: The directory; a checkpoint that is there is replaced once the new one is complete.
+        make_state: Gives the nested dict of tensors and picklable values, with the same keys on
+            every rank. Local; if it fails on one rank, no rank writes.
+        path: The directory; a checkpoint that is there is replaced, whole, once the new one is
+            complete. A link is followed.
         extra: Anything that ``torch.load(weights_only=True)`` reads back; rank 0's is written.
 
     Raises:
-        RuntimeError: Some rank failed or did not come. What was at ``path`` before is still there.
+        RuntimeError: Some rank failed or did not come, or what is at ``path`` is no checkpoint.
+            What was at ``path`` before is still there.
+        ValueError: ``extra`` could not be read back.
     """
-    path = Path(path)
-    _meet("engine.save()")
+    path = Path(os.path.realpath(path))
     saving = path.parent / f".{path.name}.saving"
+    state, extra_bytes = together("engine.save()", lambda: (make_state(), _serialise(extra)))
 
     def prepare() -> None:
         _recover(path)
+        _refuse_to_replace(path)
         shutil.rmtree(saving, ignore_errors=True)
         saving.mkdir(parents=True)
 
-    _on_rank_0(prepare, f"preparing {saving}")
-    try:
-        dcp_save(dict(state_dict), checkpoint_id=saving, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise _as_error(f"saving {path}", error) from error
-
     def commit() -> None:
-        torch.save(dict(extra), saving / EXTRA_FILE)
+        (saving / EXTRA_FILE).write_bytes(extra_bytes)
         _synchronise(saving)
         old = _old(path)
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         saving.rename(path)
-        _synchronise(path.parent)
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink(missing_ok=True)
+        _flush(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
-    _on_rank_0(commit, f"committing {path}")
+    try:
+        on_rank_0(prepare, f"preparing {saving}")
+        dcp_save(dict(state), checkpoint_id=saving, no_dist=not dist.is_initialized())
+        on_rank_0(commit, f"committing {path}")
+    except BaseException as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _recover(path)
+            # A full disk must not stay full.
+            shutil.rmtree(saving, ignore_errors=True)
+        if isinstance(error, CheckpointException):
+            raise _as_error(f"saving {path}", error) from error
+        raise
 
 
-def load(state_dict: dict[str, Any], path: str | Path) -> None:
+def _serialise(extra: Mapping[str, Any]) -> bytes:
+    """What `load_extra` will read, tried out before hours of work depend on it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(extra), buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            "extra must hold numbers, strings, tensors and containers of them only, because it is "
+            "read back with torch.load(weights_only=True), which refuses it"
+        ) from error
+    return buffer.getvalue()
+
+
+def _refuse_to_replace(path: Path) -> None:
+    """Keep a wrong path, such as the folder of all checkpoints, from being wiped."""
+    if path.is_dir():
+        if any(path.iterdir()) and not (path / METADATA_FILE).exists():
+            raise FileExistsError(
+                f"{path} is a directory with other things than a checkpoint in it, which a save "
+                "would remove: give the checkpoint a directory of its own"
+            )
+    elif path.exists():
+        raise FileExistsError(f"{path} is a file: give the checkpoint a directory of its own")
+
+
+def read(state_dict: dict[str, Any], path: str | Path) -> None:
     """Read into the tensors of ``state_dict``, and replace its other values. Collective.
 
+    Call it on every rank, after `together`.
+
     Raises:
-        RuntimeError: Some rank failed or did not come.
+        RuntimeError: Some rank failed.
     """
-    _meet("engine.load()")
     try:
         dcp_load(
             state_dict,
@@ -142,7 +137,9 @@ def load(state_dict: dict[str, Any], path: str | Path) -> None:
             no_dist=not dist.is_initialized(),
         )
     except CheckpointException as error:
-        raise _as_error(f"loading {path}", error) from error
+        raise _as_error(
+            f"loading {path} (some values may have been read: load again before training)", error
+        ) from error
 
 
 def load_extra(path: str | Path) -> dict[str, Any]:
@@ -150,7 +147,7 @@ def load_extra(path: str | Path) -> dict[str, Any]:
     file = _existing(path) / EXTRA_FILE
     if not file.exists():
         return {}
-    extra: dict[str, Any] = torch.load(file, weights_only=True)
+    extra: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return extra
 
 
@@ -164,9 +161,9 @@ def read_metadata(path: str | Path) -> Metadata:
 
 
 def _existing(path: str | Path) -> Path:
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     found = path if path.exists() else _old(path)
-    if not (found / ".metadata").exists():
+    if not (found / METADATA_FILE).exists():
         raise FileNotFoundError(
             f"{path} is not a complete distributed checkpoint: it has no .metadata file"
         )
@@ -187,13 +184,17 @@ def _recover(path: Path) -> None:
 
 def _synchronise(directory: Path) -> None:
     """Have the files of a directory, and their names, on disk."""
-    for file in (*directory.iterdir(), directory):
-        if file.is_file() or file == directory:
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    for file in directory.iterdir():
+        _flush(file)
+    _flush(directory)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _as_error(what: str, error: CheckpointException) -> RuntimeError:

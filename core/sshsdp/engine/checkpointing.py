@@ -8,20 +8,23 @@ import torch
 import torch.distributed as dist
 
 from sshsdp.checkpoint import store
-from sshsdp.checkpoint.engine_state import (
-    check_against,
-    model_state,
+from sshsdp.checkpoint.model_state import check_against, model_state, present
+from sshsdp.checkpoint.optimizer_state import (
+    SavedOptimizer,
+    exact,
+    is_elementwise,
     optimizer_state,
-    optimizer_template,
-    restore_optimizer,
+    place_scalar,
+    scalar_keys,
+    take_settings,
 )
+from sshsdp.checkpoint.rendezvous import together
 from sshsdp.engine.whole import IncompatibleKeys, WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from sshsdp.engine.slots import ParameterSlot
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.optim.binding import OptimizerBinding
 
@@ -61,15 +64,19 @@ class Checkpointing(WholeModel):
             extra: A small dict of numbers, strings, tensors and containers of them.
 
         Raises:
-            RuntimeError: A rank failed or did not call; the previous checkpoint is still there.
-            ValueError: The optimizer is not attached, or its state cannot be cut.
+            RuntimeError: A rank failed or did not call, or what is at ``path`` is no checkpoint.
+                What was there before is still there.
+            ValueError: The optimizer is not attached, its state cannot be cut, or ``extra`` could
+                not be read back.
         """
-        self._watch.check()
-        self._refuse_mid_step("save")
-        state: dict[str, Any] = {"model": self.model_state_dict()}
-        bindings = self._bindings_for(optimizer, "save")
-        if bindings:
-            state["optimizer"] = _merged([optimizer_state(binding) for binding in bindings])
+
+        def state() -> dict[str, Any]:
+            self._watch.check()
+            self._refuse_mid_step("save")
+            model = {"model": self.model_state_dict()}
+            bindings = self._bindings_for(optimizer, "save")
+            return {**model, "optimizer": optimizer_state(bindings)} if bindings else model
+
         store.save(state, path, extra or {})
 
     def load(
@@ -94,14 +101,12 @@ class Checkpointing(WholeModel):
 
         Raises:
             FileNotFoundError: No complete checkpoint is there.
-            ValueError: Names or shapes differ, a dtype would be narrowed, or the param groups
-                differ.
+            ValueError: Names or shapes differ, a dtype would be narrowed, the param groups
+                differ, or there is no optimizer in the checkpoint. Nothing was read then.
             RuntimeError: A rank failed or did not call, or a forward waits for its backward.
         """
-        bindings = self._bindings_for(optimizer, "load")
-        self.load_model_checkpoint(path, strict=strict)
-        self._load_bindings(bindings, path, "optimizer")
-        return store.load_extra(path)
+        _, extra = self._load(path, "model", optimizer, "optimizer", strict=strict)
+        return extra
 
     def load_model_checkpoint(
         self, path: str | Path, key: str = "model", *, strict: bool = True
@@ -111,21 +116,55 @@ class Checkpointing(WholeModel):
         Returns:
             Missing and unexpected names (empty lists if ``strict``).
         """
-        self._watch.check()
-        self._refuse_mid_step("load")
-        template = self.model_state_dict()
-        metadata = store.read_metadata(path)
-        missing, unexpected = check_against(template, metadata, key, strict=strict)
-        present = {name: value for name, value in template.items() if name not in missing}
-        store.load({key: present}, path)
-        self._take_loaded_values()
-        return IncompatibleKeys(missing, unexpected)
+        keys, _ = self._load(path, key, None, "", strict=strict)
+        return keys
 
     def load_optimizer_checkpoint(
         self, optimizer: torch.optim.Optimizer, path: str | Path, key: str = "optimizer"
     ) -> None:
         """Read only an optimizer's state and param groups, saved under ``key``, as `load` does."""
-        self._load_bindings([self._binding_of(optimizer, "load")], path, key)
+        self._load(path, None, optimizer, key, strict=True)
+
+    def _load(
+        self,
+        path: str | Path,
+        model_key: str | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        optimizer_key: str,
+        *,
+        strict: bool,
+    ) -> tuple[IncompatibleKeys, dict[str, Any]]:
+        """Check all, then read all; None leaves the model out. Returns differing names, extra."""
+        keys = IncompatibleKeys([], [])
+        room: dict[str, Any] = {}
+
+        def check() -> tuple[SavedOptimizer | None, dict[str, Any]]:
+            self._watch.check()
+            self._refuse_mid_step("load")
+            bindings = self._bindings_for(optimizer, "load")
+            metadata = store.read_metadata(path)
+            if model_key is not None:
+                template = self.model_state_dict()
+                missing, unexpected = check_against(
+                    template, metadata, model_key, strict=strict, spaces=self.spaces
+                )
+                keys.missing_keys.extend(missing)
+                keys.unexpected_keys.extend(unexpected)
+                room[model_key] = present(template, metadata, model_key)
+            saved = SavedOptimizer.find(bindings, metadata, optimizer_key) if bindings else None
+            return saved, store.load_extra(path)
+
+        saved, extra = together("engine.load()", check)
+        if saved is not None:
+            scalars = {optimizer_key: saved.scalars()}
+            store.read(scalars, path)
+            if state := saved.restore(scalars[optimizer_key]):
+                room[optimizer_key] = {"state": state}
+        if any(room.values()):
+            store.read(room, path)
+        if model_key is not None:
+            self._take_loaded_values()
+        return keys, extra
 
     def model_state_dict(self) -> dict[str, Any]:
         """The model for ``dcp.save`` or ``dcp.load``: this rank's chunks under the original names.
@@ -136,7 +175,7 @@ class Checkpointing(WholeModel):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """An attached optimizer for ``dcp.save``: chunks of its state by parameter name. Local."""
-        return optimizer_state(self._binding_of(optimizer, "optimizer_state_dict"))
+        return optimizer_state([self._binding_of(optimizer, "optimizer_state_dict")])
 
     def after_load(self) -> None:
         """Publish masters that were written from outside, such as by ``dcp.load``."""
@@ -147,22 +186,6 @@ class Checkpointing(WholeModel):
         self._schedule.free_all()
         for space in self.spaces:
             space.publish()
-
-    def _load_bindings(self, bindings: list[OptimizerBinding], path: str | Path, key: str) -> None:
-        if not bindings:
-            return
-        metadata = store.read_metadata(path)
-        template = _merged([optimizer_template(binding, metadata, key) for binding in bindings])
-        store.load({key: template}, path)
-        groups = template["param_groups"]
-        rooms = []
-        for binding in bindings:
-            mine, groups = groups[: len(binding.groups)], groups[len(binding.groups) :]
-            loaded = {"state": template["state"], "param_groups": mine}
-            rooms.append(restore_optimizer(binding, metadata, key, loaded))
-        room = {name: value for one in rooms for name, value in one["state"].items()}
-        if room:
-            store.load({key: {"state": room}}, path)
 
     # Whole optimizer states
 
@@ -212,27 +235,25 @@ class Checkpointing(WholeModel):
             state_dict: Rank 0's is used; the other ranks may pass an empty dict.
 
         Raises:
-            ValueError: The param groups have other sizes than the optimizer's.
+            ValueError: The param groups have other sizes than the optimizer's, or a state tensor is
+                neither a scalar nor of its parameter's shape.
         """
         binding = self._binding_of(optimizer, "load_full_optimizer_state_dict")
-        slots = [slot for group in binding.groups for slot in group]
         whole: dict[str, dict[str, Any]] = {}
         plan: list[Any] = [None]
         if self.topology.world.rank == 0:
-            sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-            indices = [index for g in state_dict["param_groups"] for index in g["params"]]
-            saved = dict(zip((slot.name for slot in slots), indices, strict=False))
-            whole = {n: dict(state_dict["state"].get(index, {})) for n, index in saved.items()}
-            plan[0] = sizes, _outline(whole, slots), _settings(state_dict["param_groups"])
+            try:
+                whole = _by_name(binding, state_dict)
+                plan[0] = _outline(binding, whole), _settings(state_dict["param_groups"])
+            except (KeyError, TypeError, ValueError) as error:
+                plan[0] = f"load_full_optimizer_state_dict: {type(error).__name__}: {error}"
         dist.broadcast_object_list(plan, group=self.topology.world.group, group_src=0)
-        sizes, outline, settings = plan[0]
-        expected = [len(group) for group in binding.groups]
-        if sizes != expected:
-            raise ValueError(
-                f"the state dict's param groups have {sizes} parameters, the optimizer's {expected}"
-            )
-        for group, values in zip(optimizer.param_groups, settings, strict=True):
-            group.update(values)
+        if isinstance(plan[0], str):
+            raise ValueError(plan[0])
+        outline, settings = plan[0]
+        with torch.no_grad():
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                take_settings(group, values)
         self._fill(binding, outline, whole)
 
     def _fill(
@@ -241,7 +262,7 @@ class Checkpointing(WholeModel):
         outline: dict[str, dict[str, Any]],
         whole: dict[str, dict[str, Any]],
     ) -> None:
-        binding.separate(lambda slot: repr(outline.get(slot.name)))
+        binding.separate(lambda slot: exact(outline.get(slot.name, {})))
         optimizer = binding.optimizer
         optimizer.state.clear()
         for space in binding.spaces:
@@ -249,14 +270,15 @@ class Checkpointing(WholeModel):
                 values = self._lay_out(space, key, dtype, whole)
                 mine = space.scatter_values(values, dtype)
                 for update in binding.updates_of(space):
-                    if key in outline.get(update.slots[0].name, {}):
+                    if isinstance(outline.get(update.slots[0].name, {}).get(key), torch.dtype):
                         part = mine[update.start : update.stop].to(update.tensor.device, copy=True)
                         optimizer.state[update.tensor][key] = part
-            for update in binding.updates_of(space):
-                for key, value in outline.get(update.slots[0].name, {}).items():
-                    if not isinstance(value, torch.dtype):
-                        kept = value.clone() if isinstance(value, torch.Tensor) else value
-                        optimizer.state[update.tensor][key] = kept
+        for index, update in binding.updates():
+            for key, value in outline.get(update.slots[0].name, {}).items():
+                if not isinstance(value, torch.dtype):
+                    group = optimizer.param_groups[index]
+                    placed = place_scalar(value, key, update.tensor, group)
+                    optimizer.state[update.tensor][key] = placed
 
     def _lay_out(
         self, space: ShardedSpace, key: str, dtype: torch.dtype, whole: dict[str, dict[str, Any]]
@@ -270,33 +292,49 @@ class Checkpointing(WholeModel):
         return values
 
 
-def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "state": {name: value for state in states for name, value in state["state"].items()},
-        "param_groups": [group for state in states for group in state["param_groups"]],
-    }
+def _by_name(binding: OptimizerBinding, state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """State by parameter name out of an ordinary optimizer state dict."""
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    expected = [len(group) for group in binding.groups]
+    if sizes != expected:
+        raise ValueError(
+            f"the state dict's param groups have {sizes} parameters, the optimizer's {expected}"
+        )
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    names = [slot.name for group in binding.groups for slot in group]
+    states = state_dict["state"]
+    return {n: dict(states[i]) for n, i in zip(names, indices, strict=True) if states.get(i)}
 
 
 def _outline(
-    whole: dict[str, dict[str, Any]], slots: Sequence[ParameterSlot]
+    binding: OptimizerBinding, whole: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Scalars as they are; for elementwise tensors their dtype."""
-    shape = {slot.name: slot.shape for slot in slots}
-    return {
-        name: {
-            key: value.dtype
-            if isinstance(value, torch.Tensor) and _is_elementwise(key, value, shape[name])
-            else value
-            for key, value in values.items()
-        }
+    shapes = {slot.name: slot.shape for group in binding.groups for slot in group}
+    sizes = [
+        (shapes[name], key, tuple(value.shape))
         for name, values in whole.items()
-        if values
-    }
-
-
-def _is_elementwise(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    # The step count of a 0-d parameter has the parameter's shape too.
-    return tuple(value.shape) == shape and not (key == "step" and value.ndim == 0)
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    scalars = scalar_keys(sizes)
+    outline: dict[str, dict[str, Any]] = {}
+    for name, values in whole.items():
+        for key, value in values.items():
+            entry = value
+            if isinstance(value, torch.Tensor):
+                size = tuple(value.shape)
+                if is_elementwise(shapes[name], key, size, scalars):
+                    entry = value.dtype
+                elif value.numel() == 1:
+                    entry = value.detach().reshape(()).cpu()
+                else:
+                    raise ValueError(
+                        f"optimizer state {key!r} of {name!r} has shape {size}, the parameter's is "
+                        f"{shapes[name]}"
+                    )
+            outline.setdefault(name, {})[key] = entry
+    return outline
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,162 @@
+"""An engine's model under its own names, for distributed checkpoints: ``{fqn: tensor}``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sshsdp.checkpoint.chunks import ChunkedTensor
+from sshsdp.engine.whole import state_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+
+    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space import ShardedSpace
+    from sshsdp.layout.pieces import Piece
+
+__all__ = ["check_against", "chunked", "listed", "model_state", "present", "top_level_names"]
+
+
+def model_state(model: nn.Module, spaces: Sequence[ShardedSpace]) -> dict[str, Any]:
+    """The model's state dict: chunked masters (or frozen runtime parameters) and whole buffers.
+
+    Loading into it writes the update shards; publish afterwards.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for space in spaces:
+        held: dict[str, list[tuple[Piece, torch.Tensor]]] = {slot.name: [] for slot in space.slots}
+        for piece, data in space.update_pieces() if space.trainable else space.runtime_pieces():
+            held[piece.name].append((piece, data))
+        for slot in space.slots:
+            tensor = chunked(slot, space.update_dtype, held[slot.name])
+            tensors.update(dict.fromkeys(slot.aliases, tensor))
+    return {
+        key: tensors[key] if is_parameter else module._buffers[attribute]
+        for key, module, attribute, is_parameter in state_entries(model)
+    }
+
+
+def chunked(
+    slot: ParameterSlot, dtype: torch.dtype, pieces: list[tuple[Piece, torch.Tensor]]
+) -> torch.Tensor:
+    """A tensor of a parameter's shape, of which this rank holds some pieces."""
+    if 0 in slot.shape:
+        # No rank holds a piece of it, and a checkpoint without its name could not be loaded.
+        return torch.empty(slot.shape, dtype=dtype)
+    return ChunkedTensor(slot.shape, dtype, pieces)
+
+
+def check_against(
+    template: Mapping[str, torch.Tensor],
+    metadata: Metadata,
+    prefix: str,
+    *,
+    strict: bool,
+    spaces: Sequence[ShardedSpace],
+) -> tuple[list[str], list[str]]:
+    """Compare a model template with a checkpoint before anything is read.
+
+    Args:
+        template: What `model_state` gave.
+        metadata: Of the checkpoint.
+        prefix: Under which the model was saved, such as ``"model"``.
+        strict: Refuse missing and unexpected names.
+        spaces: The model's address spaces.
+
+    Returns:
+        Missing names (tied ones count if none of them is there), and unexpected ones.
+
+    Raises:
+        ValueError: Names differ and ``strict``; a shape differs; a dtype would be narrowed.
+    """
+    saved = {
+        key.removeprefix(f"{prefix}."): entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(f"{prefix}.")
+    }
+    if not saved:
+        raise ValueError(
+            f"engine.load(): the checkpoint holds nothing under {prefix!r}; it has "
+            f"{listed(top_level_names(metadata))}"
+        )
+    # Tied names share one tensor, and any of them brings its values.
+    found = {id(tensor) for name, tensor in template.items() if name in saved}
+    missing = [name for name, tensor in template.items() if id(tensor) not in found]
+    unexpected = [name for name in saved if name not in template]
+    original = {
+        alias: slot.original_dtype
+        for space in spaces
+        for slot in space.slots
+        for alias in slot.aliases
+        if not space.trainable
+    }
+    problems = [
+        problem
+        for name, tensor in template.items()
+        if name in saved and (problem := _mismatch(name, tensor, saved[name], original.get(name)))
+    ]
+    if strict and missing:
+        problems.append(f"missing in the checkpoint: {listed(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected in the checkpoint: {listed(unexpected)}")
+    if problems:
+        raise ValueError("engine.load(): " + "; ".join(problems))
+    return missing, unexpected
+
+
+def present(
+    template: Mapping[str, torch.Tensor], metadata: Metadata, prefix: str
+) -> dict[str, torch.Tensor]:
+    """The part of a template that a checkpoint has."""
+    saved = metadata.state_dict_metadata
+    return {name: value for name, value in template.items() if f"{prefix}.{name}" in saved}
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """Names for a message, cut short if there are many."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def top_level_names(metadata: Metadata) -> list[str]:
+    """Names under which things were saved, in order."""
+    return list(dict.fromkeys(key.partition(".")[0] for key in metadata.state_dict_metadata))
+
+
+def _mismatch(
+    name: str, tensor: torch.Tensor, entry: STORAGE_TYPES, original_dtype: torch.dtype | None
+) -> str | None:
+    if not isinstance(entry, TensorStorageMetadata):
+        return f"{name!r} is no tensor in the checkpoint"
+    if tuple(entry.size) != tuple(tensor.shape):
+        return (
+            f"{name!r} has shape {tuple(entry.size)} in the checkpoint, the model's is "
+            f"{tuple(tensor.shape)}"
+        )
+    dtype = entry.properties.dtype
+    # Frozen parameters have no masters: `sshsdp.shard` rounds their values in the same way.
+    if dtype == original_dtype or not _narrows(dtype, tensor.dtype):
+        return None
+    is_master = isinstance(tensor, ChunkedTensor) and original_dtype is None
+    return f"{name!r} is {dtype} in the checkpoint and would be rounded to {tensor.dtype}: " + (
+        f"keep masters in UpdatePolicy(dtype={dtype})"
+        if is_master
+        else f"convert it to {dtype} in the model before sshsdp.shard()"
+    )
+
+
+def _narrows(saved: torch.dtype, target: torch.dtype) -> bool:
+    if saved == target:
+        return False
+    try:
+        return torch.promote_types(saved, target) != target
+    except RuntimeError:
+        # torch does not relate some dtypes (float8, unsigned integers) to others.
+        return True

@@ -1,0 +1,382 @@
+"""Optimizer state under the model's names, for distributed checkpoints.
+
+The layout is the one that ``get_state_dict`` of torch.distributed.checkpoint gives for FSDP2::
+
+    {"state": {fqn: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [fqn], "lr": ...}]}
+
+Note: elementwise or not. Per parameter, an optimizer keeps tensors with one value for each element
+(cut like the parameter) and values that stand for the whole parameter (``step``). The shape tells
+them apart, except for a parameter of shape ``()``: there, what is a scalar for the optimizer's
+other parameters is one, and so is ``step``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sshsdp.checkpoint.model_state import chunked, listed, top_level_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+
+    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space import UpdateTensor
+    from sshsdp.layout.pieces import Piece
+    from sshsdp.optim.binding import OptimizerBinding
+
+__all__ = [
+    "SavedOptimizer",
+    "exact",
+    "is_elementwise",
+    "optimizer_state",
+    "place_scalar",
+    "scalar_keys",
+    "take_settings",
+]
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[int, ...]
+
+
+def scalar_keys(entries: Iterable[tuple[Shape, str, Shape]]) -> set[str]:
+    """State keys that hold one value per parameter.
+
+    Args:
+        entries: ``(parameter's shape, key, shape of the state tensor)``.
+    """
+    return {"step"} | {key for shape, key, size in entries if shape and not size}
+
+
+def is_elementwise(shape: Shape, key: str, size: Shape, scalars: set[str]) -> bool:
+    """Whether a state tensor of shape ``size`` has a value for each element of a parameter."""
+    return size == shape and (bool(shape) or key not in scalars)
+
+
+def place_scalar(value: Any, key: str, update: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """A copy of a state entry that is not elementwise, where the optimizer's kernels want it.
+
+    ``step`` stays on the host unless the group's kernels read it on the device, as in
+    ``torch.optim.Optimizer.load_state_dict``.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return value.clone() if stays else value.to(update.device, copy=True)
+
+
+def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Take saved settings into a param group. Tensors stay tensors, numbers stay numbers."""
+    for key, value in saved.items():
+        current = group.get(key)
+        if key == "params":
+            continue
+        if isinstance(current, torch.Tensor):
+            # Compiled optimizers read this very tensor.
+            current.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor):
+            group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
+        else:
+            group[key] = value
+
+
+def exact(values: Mapping[str, Any]) -> str:
+    """A label that is equal for equal values only."""
+    return repr(
+        {
+            key: (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+            for key, value in sorted(values.items())
+        }
+    )
+
+
+# Saving
+
+
+def optimizer_state(bindings: Sequence[OptimizerBinding]) -> dict[str, Any]:
+    """State and param groups of attached optimizers, by parameter name. Local.
+
+    Raises:
+        ValueError: An optimizer keeps something that is no value for the whole parameter and no
+            tensor as large as it.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for binding in bindings:
+        for _, update in binding.updates():
+            for key, value in binding.optimizer.state.get(update.tensor, {}).items():
+                part_of = _spread(update, key, value)
+                for slot in update.slots:
+                    state.setdefault(slot.name, {})[key] = part_of(slot)
+        groups += _named_groups(binding)
+    return {"state": state, "param_groups": groups}
+
+
+def _named_groups(binding: OptimizerBinding) -> list[dict[str, Any]]:
+    named = []
+    for group, slots in zip(binding.optimizer.param_groups, binding.groups, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for key, value in settings.items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"setting {key!r} of a param group of {type(binding.optimizer).__name__} is a "
+                    "dict, which does not come back from a distributed checkpoint: keep it in "
+                    "engine.save(extra=...)"
+                )
+        named.append({**settings, "params": [slot.name for slot in slots]})
+    return named
+
+
+def _spread(update: UpdateTensor, key: str, value: Any) -> Callable[[ParameterSlot], Any]:
+    """A function from a slot to its part of one state entry."""
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return lambda slot: value
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"optimizer state {key!r} of {update.slots[0].name!r} is a {type(value).__name__}: "
+            "only tensors, numbers, strings and None can be saved"
+        )
+    if value.shape == update.tensor.shape:
+        held: dict[str, list[tuple[Piece, torch.Tensor]]] = {slot.name: [] for slot in update.slots}
+        for piece, data in _pieces(update, value):
+            held[piece.name].append((piece, data))
+        return lambda slot: chunked(slot, value.dtype, held[slot.name])
+    if value.numel() == 1:
+        return lambda slot: value.detach().reshape(()).clone()
+    raise ValueError(
+        f"optimizer state {key!r} of {update.slots[0].name!r} has shape {tuple(value.shape)}, "
+        "which is neither a scalar nor the flat update parameter's "
+        f"{tuple(update.tensor.shape)}"
+    )
+
+
+def _pieces(update: UpdateTensor, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    space = update.slots[0].space
+    start = space.update_range[0] + update.start
+    for piece in space.layout.pieces(start, start + flat.numel()):
+        yield piece, flat[piece.offset : piece.offset + piece.numel]
+
+
+# Loading
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What a checkpoint holds for some attached optimizers.
+
+    Made and checked from the checkpoint's metadata alone. Then, in this order: read `scalars`,
+    give them to `restore`, and read what that returns.
+
+    Attributes:
+        bindings: The attached optimizers, in the order in which they were saved.
+        state: ``{slot: (name it was saved under, {key: metadata})}`` of the trained parameters.
+        settings: For each param group, ``{key: metadata}``.
+    """
+
+    bindings: list[OptimizerBinding]
+    state: dict[ParameterSlot, tuple[str, dict[str, STORAGE_TYPES]]]
+    settings: list[dict[str, STORAGE_TYPES]]
+
+    @classmethod
+    def find(
+        cls, bindings: Sequence[OptimizerBinding], metadata: Metadata, prefix: str
+    ) -> SavedOptimizer:
+        """Look optimizers up in a checkpoint.
+
+        Args:
+            bindings: The attached optimizers.
+            metadata: Of the checkpoint.
+            prefix: Under which they were saved, such as ``"optimizer"``.
+
+        Raises:
+            ValueError: There are none, they have another number of param groups, or a shape
+                differs.
+        """
+        start = f"{prefix}."
+        entries = {
+            key.removeprefix(start): entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if key.startswith(start)
+        }
+        if not entries:
+            raise ValueError(
+                f"engine.load(): the checkpoint holds no optimizer under {prefix!r} (it has "
+                f"{listed(top_level_names(metadata))}): load without an optimizer reads the model "
+                "alone"
+            )
+        settings = _saved_settings(entries)
+        num_groups = sum(len(binding.groups) for binding in bindings)
+        if len(settings) != num_groups:
+            raise ValueError(
+                f"engine.load(): the checkpoint has {len(settings)} param groups under {prefix!r}, "
+                f"the optimizers given have {num_groups}: give the same optimizers as to the save, "
+                "in the same order"
+            )
+        found = cls(list(bindings), _saved_state(entries, bindings), settings)
+        found._check_shapes()
+        return found
+
+    @property
+    def _scalar_keys(self) -> set[str]:
+        return scalar_keys(
+            (slot.shape, key, tuple(entry.size))
+            for slot, (_, entries) in self.state.items()
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        )
+
+    def _split(self) -> Iterator[tuple[ParameterSlot, str, STORAGE_TYPES, bool]]:
+        """Every state entry, and whether it is elementwise."""
+        known = self._scalar_keys
+        for slot, (_, entries) in self.state.items():
+            for key, entry in entries.items():
+                is_cut = isinstance(entry, TensorStorageMetadata) and is_elementwise(
+                    slot.shape, key, tuple(entry.size), known
+                )
+                yield slot, key, entry, is_cut
+
+    def _check_shapes(self) -> None:
+        for slot, key, entry, is_cut in self._split():
+            if isinstance(entry, TensorStorageMetadata) and not is_cut and entry.size.numel() != 1:
+                raise ValueError(
+                    f"engine.load(): optimizer state {key!r} of {slot.name!r} has shape "
+                    f"{tuple(entry.size)} in the checkpoint, the parameter's is {slot.shape}"
+                )
+
+    def scalars(self) -> dict[str, Any]:
+        """What to read first: the state that is not elementwise, and the param groups."""
+        state: dict[str, dict[str, Any]] = {}
+        for slot, key, entry, is_cut in self._split():
+            if not is_cut:
+                state.setdefault(self.state[slot][0], {})[key] = _empty(entry)
+        groups = [{key: _empty(entry) for key, entry in one.items()} for one in self.settings]
+        return {"state": state, "param_groups": groups}
+
+    def restore(self, scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Take the scalars and the param groups, and make room for the rest.
+
+        Args:
+            scalars: `scalars`' dict, read. The optimizers' state is replaced.
+
+        Returns:
+            ``{fqn: {key: tensor}}`` over the new state, to be read now.
+
+        Raises:
+            ValueError: The param groups hold other parameters; nothing was changed then.
+        """
+        groups: list[Mapping[str, Any]] = scalars["param_groups"]
+        members = [slots for binding in self.bindings for slots in binding.groups]
+        for index, (saved, slots) in enumerate(zip(groups, members, strict=True)):
+            _check_members(index, saved, slots)
+        with torch.no_grad():
+            live = [group for b in self.bindings for group in b.optimizer.param_groups]
+            for group, saved in zip(live, groups, strict=True):
+                take_settings(group, saved)
+        cut = {
+            (slot, key): entry.properties.dtype
+            for slot, key, entry, is_cut in self._split()
+            if is_cut and isinstance(entry, TensorStorageMetadata)
+        }
+        whole = {slot: scalars["state"].get(name, {}) for slot, (name, _) in self.state.items()}
+        room: dict[str, dict[str, Any]] = {}
+        for binding in self.bindings:
+            self._restore_one(binding, cut, whole, room)
+        return room
+
+    def _restore_one(
+        self,
+        binding: OptimizerBinding,
+        cut: Mapping[tuple[ParameterSlot, str], torch.dtype],
+        whole: Mapping[ParameterSlot, Mapping[str, Any]],
+        room: dict[str, dict[str, Any]],
+    ) -> None:
+        def label(slot: ParameterSlot) -> object:
+            # Parameters that share an update parameter must share what is not elementwise.
+            keys = sorted(self.state[slot][1]) if slot in self.state else []
+            return keys, exact(whole.get(slot, {}))
+
+        binding.separate(label)
+        binding.optimizer.state.clear()
+        for index, update in binding.updates():
+            first = update.slots[0]
+            values = binding.optimizer.state[update.tensor] if first in self.state else {}
+            for key in self.state[first][1] if first in self.state else ():
+                if (first, key) not in cut:
+                    group = binding.optimizer.param_groups[index]
+                    values[key] = place_scalar(whole[first][key], key, update.tensor, group)
+                    continue
+                values[key] = torch.zeros_like(
+                    update.tensor, dtype=cut[first, key], requires_grad=False
+                )
+                part_of = _spread(update, key, values[key])
+                for slot in update.slots:
+                    room.setdefault(self.state[slot][0], {})[key] = part_of(slot)
+
+
+def _saved_settings(entries: Mapping[str, STORAGE_TYPES]) -> list[dict[str, STORAGE_TYPES]]:
+    start = "param_groups."
+    found: dict[int, dict[str, STORAGE_TYPES]] = {}
+    for full, entry in entries.items():
+        if full.startswith(start):
+            index, _, key = full.removeprefix(start).partition(".")
+            if not index.isdecimal():
+                raise ValueError(
+                    "engine.load(): the optimizer was saved with "
+                    "StateDictOptions(flatten_optimizer_state_dict=True), which keeps no param "
+                    "groups: save it without"
+                )
+            found.setdefault(int(index), {})[key] = entry
+    return [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
+
+
+def _saved_state(
+    entries: Mapping[str, STORAGE_TYPES], bindings: Iterable[OptimizerBinding]
+) -> dict[ParameterSlot, tuple[str, dict[str, STORAGE_TYPES]]]:
+    slots = [s for b in bindings for group in b.groups for s in group if s.space.trainable]
+    by_name = {alias: slot for slot in slots for alias in slot.aliases}
+    found: dict[ParameterSlot, tuple[str, dict[str, STORAGE_TYPES]]] = {}
+    unused: dict[str, None] = {}
+    for full, entry in entries.items():
+        name, _, key = full.removeprefix("state.").rpartition(".")
+        if full.startswith("state."):
+            if name in by_name:
+                found.setdefault(by_name[name], (name, {}))[1][key] = entry
+            else:
+                unused[name] = None
+    if unused:
+        logger.warning(
+            "engine.load(): the checkpoint's optimizer state of %s is not read: these parameters "
+            "are frozen or are not in the optimizer",
+            listed(unused),
+        )
+    return found
+
+
+def _empty(entry: STORAGE_TYPES) -> Any:
+    """Something to read an entry into."""
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def _check_members(index: int, saved: Mapping[str, Any], slots: Sequence[ParameterSlot]) -> None:
+    aliases = {alias for slot in slots for alias in slot.aliases}
+    names = set(saved.get("params", aliases))
+    # Frozen parameters may be in a group or not: they have no state.
+    lacking = [
+        slot.name for slot in slots if slot.space.trainable and not names.intersection(slot.aliases)
+    ]
+    foreign = sorted(names - aliases)
+    if lacking or foreign:
+        raise ValueError(
+            f"engine.load(): param group {index} has other parameters in the checkpoint than in "
+            f"the optimizer: {listed([*lacking, *foreign])}"
+        )
