@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from lightning_sshsdp.environment import engine_of
     from lightning_sshsdp.flavours.lightning_fabric import SSHSDPStrategy as FabricSSHSDPStrategy
     from lightning_sshsdp.flavours.lightning_pytorch import SSHSDPStrategy, ThroughputMonitor
+    from lightning_sshsdp.gradient_norms import grad_norm
 
-__all__ = ["FabricSSHSDPStrategy", "SSHSDPStrategy", "ThroughputMonitor", "engine_of"]
+__all__ = [
+    "FabricSSHSDPStrategy",
+    "SSHSDPStrategy",
+    "ThroughputMonitor",
+    "engine_of",
+    "grad_norm",
+]
 
-# Public name: (name in its module, module for each family).
-_LAZY = {
+# Where the public names are. The modules with a family's classes come in one kind for each family.
+_ANY_FAMILY = {"engine_of": "environment", "grad_norm": "gradient_norms"}
+_OF_FAMILY = {
     "SSHSDPStrategy": ("SSHSDPStrategy", ("lightning_pytorch", "pytorch_lightning")),
     "FabricSSHSDPStrategy": ("SSHSDPStrategy", ("lightning_fabric", "standalone_fabric")),
     "ThroughputMonitor": ("ThroughputMonitor", ("lightning_pytorch", "pytorch_lightning")),
@@ -34,14 +42,12 @@ registration.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "engine_of":
-        from lightning_sshsdp.environment import engine_of
-
-        return engine_of
-    if name not in _LAZY:
+    if name in _ANY_FAMILY:
+        return getattr(import_module(f"lightning_sshsdp.{_ANY_FAMILY[name]}"), name)
+    if name not in _OF_FAMILY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_sshsdp.family import FAMILIES, current_family
 
-    attribute, modules = _LAZY[name]
+    attribute, modules = _OF_FAMILY[name]
     module = modules[FAMILIES.index(current_family())]
     return getattr(import_module(f"lightning_sshsdp.flavours.{module}"), attribute)

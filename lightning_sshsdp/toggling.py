@@ -7,6 +7,7 @@ the module's two methods are replaced by ones that do the same to the runtime pa
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from lightning_sshsdp.environment import engine_of, unwrap_optimizer
@@ -32,7 +33,7 @@ class _Toggles:
         if engine is None:
             return
         for one in engine.optimizers:
-            for parameter in engine.parameters_of(one):
+            for parameter in itertools.chain(*engine.parameters_of(one)):
                 self._before[parameter] = parameter.requires_grad
                 if one is not chosen:
                     parameter.requires_grad_(False)

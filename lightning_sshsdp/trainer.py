@@ -19,11 +19,14 @@ from lightning_sshsdp.environment import (
     engine_of,
     unwrap_optimizer,
 )
+from lightning_sshsdp.finetuning import follow_finetuning
 from lightning_sshsdp.precision import check_precision, share_scaler
 from lightning_sshsdp.toggling import forward_toggles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from lightning_sshsdp.family import Family
 
 __all__ = ["TrainerStrategyMixin"]
 
@@ -149,20 +152,24 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         """Shard the module, unless it is; make and attach the optimizers when fitting."""
         self.accelerator.setup(trainer)
         _forbid_inference_mode(trainer)
+        _refuse_callbacks(self.family, trainer.callbacks)
         module = self.lightning_module
         if engine_of(module) is None:
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-        engine = self._shard(module, self.precision_plugin.precision)
-        engine.zero_grad()
+        self.shard_module().zero_grad()
         self.model = StepWrapper(module)
         forward_toggles(module)
         self._load_waiting_model_state()
-        is_fitting = trainer.state.fn == "fit"
-        if is_fitting:
+        if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
+            follow_finetuning(self, trainer.callbacks)
         self.setup_precision_plugin()
+
+    def shard_module(self) -> sshsdp.Engine:
+        """Shard the current LightningModule, unless it is. Collective."""
+        return self._shard(self.lightning_module, self.precision_plugin.precision)
 
     def model_to_device(self) -> None:
         """Nothing to do: the engine has moved everything."""
@@ -199,6 +206,21 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+# Callbacks that read and write whole parameters after every step, which would need them gathered and
+# would round the masters to the runtime dtype.
+_WHOLE_MODEL_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def _refuse_callbacks(family: Family, callbacks: list[Any]) -> None:
+    kinds = [family.trainer_name(f"callbacks.{name}") for name in _WHOLE_MODEL_CALLBACKS]
+    for callback in callbacks:
+        if isinstance(callback, tuple(kinds)):
+            raise RuntimeError(
+                f"{type(callback).__name__} averages whole parameters, and the strategy shards them: "
+                "use lightning_sshsdp.WeightAveraging, which averages the shards"
+            )
 
 
 def _forbid_inference_mode(trainer: Any) -> None:
