@@ -23,15 +23,29 @@ if TYPE_CHECKING:
 __all__ = ["check_against", "chunked", "listed", "model_state", "present", "top_level_names"]
 
 
-def model_state(model: nn.Module, spaces: Sequence[ShardedSpace]) -> dict[str, Any]:
+def model_state(
+    model: nn.Module,
+    spaces: Sequence[ShardedSpace],
+    shards: Sequence[torch.Tensor] | None = None,
+) -> dict[str, Any]:
     """The model's state dict: chunked masters (or frozen runtime parameters) and whole buffers.
 
     Loading into it writes the update shards; publish afterwards.
+
+    Args:
+        model: The sharded model.
+        spaces: Its address spaces.
+        shards: Values to take instead of the update shards of the trainable spaces.
     """
     tensors: dict[str, torch.Tensor] = {}
+    given = iter(shards) if shards is not None else None
     for space in spaces:
         held: dict[str, list[tuple[Piece, torch.Tensor]]] = {slot.name: [] for slot in space.slots}
-        for piece, data in space.update_pieces() if space.trainable else space.runtime_pieces():
+        if space.trainable:
+            pieces = space.update_pieces(None if given is None else next(given))
+        else:
+            pieces = space.runtime_pieces()
+        for piece, data in pieces:
             held[piece.name].append((piece, data))
         for slot in space.slots:
             tensor = chunked(slot, space.update_dtype, held[slot.name])

@@ -166,12 +166,24 @@ class Checkpointing(WholeModel):
             self._take_loaded_values()
         return keys, extra
 
-    def model_state_dict(self) -> dict[str, Any]:
+    @property
+    def update_shards(self) -> list[torch.Tensor]:
+        """This rank's masters: one flat tensor for each address space of trainable parameters.
+
+        Where a value lies in them is the layout's business; elementwise work on all of them, such
+        as an average over steps, needs no more. After writing to them, call `after_load`.
+        """
+        return [space.update_shard for space in self.spaces if space.trainable]
+
+    def model_state_dict(self, shards: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
         """The model for ``dcp.save`` or ``dcp.load``: this rank's chunks under the original names.
 
         After a ``dcp.load`` into it, call `after_load`. Local.
+
+        Args:
+            shards: Values to show instead of the masters, one tensor for each of `update_shards`.
         """
-        return model_state(self.model, self.spaces)
+        return model_state(self.model, self.spaces, shards)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """An attached optimizer for ``dcp.save``: chunks of its state by parameter name. Local."""

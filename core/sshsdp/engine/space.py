@@ -173,10 +173,17 @@ class ShardedSpace:
         start = self.layout.shard_range(self.topology.gather.rank)[0] + self.update_start
         return start, start + self.update_shard.numel()
 
-    def update_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """This rank's pieces of the parameters, each with its 1-D view of the update shard."""
+    def update_pieces(
+        self, values: torch.Tensor | None = None
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """This rank's pieces of the parameters, each with its 1-D view of the update shard.
+
+        Args:
+            values: Views of these instead, which are laid out like the update shard.
+        """
+        shard = self.update_shard if values is None else values
         for piece in self.layout.pieces(*self.update_range):
-            yield piece, self.update_shard[piece.offset : piece.offset + piece.numel]
+            yield piece, shard[piece.offset : piece.offset + piece.numel]
 
     def runtime_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """This rank's pieces of the parameters, each with its 1-D view of the runtime shard."""
