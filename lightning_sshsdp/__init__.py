@@ -19,13 +19,18 @@ from lightning_sshsdp import registration
 if TYPE_CHECKING:
     from lightning_sshsdp.environment import engine_of
     from lightning_sshsdp.flavours.lightning_fabric import SSHSDPStrategy as FabricSSHSDPStrategy
-    from lightning_sshsdp.flavours.lightning_pytorch import SSHSDPStrategy, ThroughputMonitor
+    from lightning_sshsdp.flavours.lightning_pytorch import (
+        SSHSDPStrategy,
+        ThroughputMonitor,
+        WeightAveraging,
+    )
     from lightning_sshsdp.gradient_norms import grad_norm
 
 __all__ = [
     "FabricSSHSDPStrategy",
     "SSHSDPStrategy",
     "ThroughputMonitor",
+    "WeightAveraging",
     "engine_of",
     "grad_norm",
 ]
@@ -36,6 +41,7 @@ _OF_FAMILY = {
     "SSHSDPStrategy": ("SSHSDPStrategy", ("lightning_pytorch", "pytorch_lightning")),
     "FabricSSHSDPStrategy": ("SSHSDPStrategy", ("lightning_fabric", "standalone_fabric")),
     "ThroughputMonitor": ("ThroughputMonitor", ("lightning_pytorch", "pytorch_lightning")),
+    "WeightAveraging": ("WeightAveraging", ("lightning_pytorch", "pytorch_lightning")),
 }
 
 registration.install()

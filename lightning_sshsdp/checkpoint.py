@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
     import sshsdp
 
-__all__ = ["CheckpointMixin"]
+__all__ = ["CURRENT_STATE", "CheckpointMixin"]
+
+# Where callbacks that average weights keep the current ones, as Lightning's WeightAveraging does.
+CURRENT_STATE = "current_model_state"
 
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,25 @@ class CheckpointMixin:
             return self.engine.model_state_dict()
         return self.engine.full_state_dict()
 
+    @torch.no_grad()
+    def state_of_shards(self, shards: list[torch.Tensor]) -> dict[str, Any]:
+        """What `lightning_module_state_dict` would be with these masters. Collective.
+
+        Args:
+            shards: One tensor for each of the engine's ``update_shards``.
+        """
+        if self._checkpoint_format == "sharded":
+            return self.engine.model_state_dict(shards)
+        masters = self.engine.update_shards
+        kept = [shard.clone() for shard in masters]
+        for shard, values in zip(masters, shards, strict=True):
+            shard.copy_(values)
+        try:
+            return self.engine.full_state_dict()
+        finally:
+            for shard, values in zip(masters, kept, strict=True):
+                shard.copy_(values)
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Collective: this rank's shards by parameter name, or torch's own form on rank 0."""
         optimizer = unwrap_optimizer(optimizer)
@@ -99,6 +121,8 @@ class CheckpointMixin:
                 )
             path = Path(self.broadcast(filepath))
             states = {"model": checkpoint.pop("state_dict")}
+            if CURRENT_STATE in checkpoint:
+                states[CURRENT_STATE] = checkpoint.pop(CURRENT_STATE)
             for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
                 states[f"optimizer_{index}"] = state
             save_sharded(path, states, checkpoint)
@@ -152,6 +176,17 @@ class CheckpointMixin:
         else:
             state_dict = waiting.checkpoint["state_dict"]
             self.engine.load_full_state_dict(state_dict, strict=waiting.strict)
+
+    def load_current_state(self, whole: Mapping[str, Any] | None) -> None:
+        """Load the weights that a checkpoint of averages holds beside them. Collective.
+
+        Args:
+            whole: What a full checkpoint has under `CURRENT_STATE`; sharded ones are read again.
+        """
+        if self._directory is not None:
+            load_sharded_model(self.engine, self._directory, CURRENT_STATE, strict=True)
+        else:
+            self.engine.load_full_state_dict(whole or {})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the attached optimizers. Lightning calls it when fitting."""

@@ -1,9 +1,9 @@
-"""Lightning's finetuning callbacks, which freeze, unfreeze and extend optimizers while training runs.
+"""Lightning's finetuning callbacks, which unfreeze and extend optimizers while training runs.
 
-Their hooks run on whole parameters, with the optimizers' groups holding the model's parameters as the
-callbacks expect. If a hook has made frozen parameters trainable or added param groups, the module is
-sharded anew afterwards, weights and optimizer states included: the whole model is then on every device
-for a moment, and a copy of weights and states in rank 0's memory.
+Their hooks run on whole parameters, with the optimizers' groups holding the model's parameters as
+the callbacks expect. If a hook has made frozen parameters trainable or added param groups, the
+module is sharded anew afterwards, weights and optimizer states included: the whole model is then on
+every device for a moment, and a copy of weights and states in rank 0's memory.
 """
 
 from __future__ import annotations

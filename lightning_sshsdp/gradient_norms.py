@@ -1,4 +1,4 @@
-"""Gradient norms by parameter, which Lightning's own ``grad_norm`` cannot read from sharded ones."""
+"""Norms of single gradients, which Lightning's own ``grad_norm`` cannot read from shards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from lightning_sshsdp.environment import engine_of
 
 if TYPE_CHECKING:
-    import sshsdp
     from torch import nn
+
+    import sshsdp
 
 __all__ = ["grad_norm"]
 

@@ -125,7 +125,7 @@ def _parse_fields(
         raise TypeError(
             f"{option} must be a sshsdp.{policy.__name__} or a mapping of its fields, got {given!r}"
         )
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in (given or {}).items():
         if name not in known:
             raise ValueError(

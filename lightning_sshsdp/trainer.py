@@ -208,8 +208,8 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         self.accelerator.teardown()
 
 
-# Callbacks that read and write whole parameters after every step, which would need them gathered and
-# would round the masters to the runtime dtype.
+# Callbacks that read and write whole parameters after every step, which would need them gathered
+# and would round the masters to the runtime dtype.
 _WHOLE_MODEL_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
@@ -218,8 +218,8 @@ def _refuse_callbacks(family: Family, callbacks: list[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, tuple(kinds)):
             raise RuntimeError(
-                f"{type(callback).__name__} averages whole parameters, and the strategy shards them: "
-                "use lightning_sshsdp.WeightAveraging, which averages the shards"
+                f"{type(callback).__name__} averages whole parameters, and the strategy shards "
+                "them: use lightning_sshsdp.WeightAveraging, which averages the shards"
             )
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Callback,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelSummary,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
@@ -126,6 +128,72 @@ def _refuses_averaging() -> None:
 def test_callbacks_that_average_whole_models_are_refused(two_ranks: Ranks) -> None:
     """With ModelParallelStrategy, SWA silently averages nothing."""
     two_ranks.run(_refuses_averaging)
+
+
+def _average(
+    strategy: str, callback: Any, path: str | None, epochs: int = 2
+) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
+    checkpoint = {"sshsdp": "sharded"}.get(strategy, "full")
+    if strategy != "ddp":
+        strategy = lightning_sshsdp.SSHSDPStrategy(checkpoint=checkpoint)
+    module = LanguageModule(scheduler=True)
+    trainer = make_trainer(strategy, callbacks=callback, max_epochs=epochs)
+    trainer.fit(module, token_loader(16), token_loader(8), ckpt_path=path)
+    return trainer, float(trainer.callback_metrics["val_loss"]), weights_of(trainer)
+
+
+def _averages_like_lightning(decay: float | None, first: int) -> None:
+    theirs: Any = EMAWeightAveraging(decay=decay or 0.5, update_starting_at_step=first)
+    if decay is None:
+        theirs = WeightAveraging()
+        theirs.should_update = lambda step_idx=None, epoch_idx=None: (step_idx or -1) >= first
+    _, loss, weights = _average("ddp", theirs, None)
+    ours = lightning_sshsdp.WeightAveraging(decay, start_step=first)
+    _, our_loss, our_weights = _average("sshsdp", ours, None)
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_weights(our_weights, weights)
+
+
+@pytest.mark.parametrize(("decay", "first"), [(0.9, 0), (0.5, 5), (None, 3)])
+def test_averages_on_shards_are_lightnings_averages(
+    two_ranks: Ranks, decay: float | None, first: int
+) -> None:
+    two_ranks.run(_averages_like_lightning, decay, first)
+
+
+class _SavesAfterFirstEpoch(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _resumes_averages(checkpoint: str, path: str) -> None:
+    callbacks = [lightning_sshsdp.WeightAveraging(0.8), _SavesAfterFirstEpoch(path)]
+    _, loss, straight = _average(checkpoint, callbacks, None)
+    resuming = lightning_sshsdp.WeightAveraging(0.8)
+    _, resumed_loss, resumed = _average(checkpoint, resuming, path)
+    assert resumed_loss == loss
+    assert_same_weights(resumed, straight, rtol=0)
+    first, _, averages = _average(checkpoint, lightning_sshsdp.WeightAveraging(0.8), None, 1)
+    loaded = LanguageModule.load_from_checkpoint(path)
+    assert_same_weights(loaded.state_dict(), averages, rtol=0)
+    first.strategy.barrier()
+
+
+@pytest.mark.parametrize("checkpoint", ["sshsdp", "full"])
+def test_averages_are_saved_as_the_model_and_go_on_after_resuming(
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
+) -> None:
+    two_ranks.run(_resumes_averages, checkpoint, str(tmp_path / "some.ckpt"))
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
+def test_wrong_averaging_options_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        lightning_sshsdp.WeightAveraging(**options)
 
 
 class _LogsNorms(LanguageModule):
