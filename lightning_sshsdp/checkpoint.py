@@ -20,6 +20,7 @@ import torch
 
 from lightning_sshsdp.environment import engine_of, unwrap_optimizer
 from lightning_sshsdp.sharded_files import (
+    count_sharded_optimizers,
     is_sharded_checkpoint,
     load_sharded_model,
     load_sharded_optimizer,
@@ -189,9 +190,21 @@ class CheckpointMixin:
             self.engine.load_full_state_dict(whole or {})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the attached optimizers. Lightning calls it when fitting."""
+        """Load the states of the attached optimizers. Lightning calls it when fitting.
+
+        Raises:
+            RuntimeError: The checkpoint holds states of more or fewer optimizers.
+        """
         states = checkpoint["optimizer_states"]
         attached = self.engine.optimizers
+        num_saved = len(states)
+        if self._directory is not None:
+            num_saved = count_sharded_optimizers(self._directory)
+        if num_saved not in (0, len(self.optimizers)):
+            raise RuntimeError(
+                f"configure_optimizers() returned {len(self.optimizers)} optimizers, and the "
+                f"checkpoint has the states of {num_saved}"
+            )
         for index, optimizer in enumerate(map(unwrap_optimizer, self.optimizers)):
             if not any(optimizer is known for known in attached):
                 continue

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import sshsdp
 
 __all__ = [
+    "count_sharded_optimizers",
     "is_sharded_checkpoint",
     "load_sharded_model",
     "load_sharded_optimizer",
@@ -156,6 +157,11 @@ def load_sharded_optimizer(
         return False
     engine.load_optimizer_checkpoint(optimizer, path, key)
     return True
+
+
+def count_sharded_optimizers(path: Path) -> int:
+    """How many optimizers' states a Trainer's checkpoint directory holds."""
+    return sum(key.startswith("optimizer_") for key in _top_level_keys(path))
 
 
 def _top_level_keys(path: Path) -> set[str]:

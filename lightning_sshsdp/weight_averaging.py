@@ -90,8 +90,8 @@ class WeightAveragingMixin:
     def _update(self, engine: sshsdp.Engine) -> None:
         if engine is not self._engine:
             raise RuntimeError(
-                "the module was sharded anew (by a finetuning callback), and the averages lie as "
-                "before: use WeightAveraging in a fit of its own, after the last parameter is unfrozen"
+                "the module was sharded anew (by a finetuning callback), the averages were not: "
+                "use WeightAveraging in a fit of its own, after the last parameter is unfrozen"
             )
         if not self._num_averaged:
             self._averages = [shard.clone() for shard in engine.update_shards]

@@ -171,6 +171,44 @@ def test_load_from_checkpoint_needs_no_strategy(
     assert_same_weights(module.state_dict(), weights, rtol=0)
 
 
+class _TwoOptimizers(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for n, p in self.named_parameters() if "blocks" not in n]
+        blocks = self.model.blocks.parameters()
+        return [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(blocks, 0.01, momentum=0.9)]
+
+
+def _two_optimizers(checkpoint: str, path: str) -> None:
+    trainer = make_trainer(_strategy(checkpoint), max_epochs=2)
+    trainer.fit(_TwoOptimizers(), token_loader(16))
+    straight = weights_of(trainer)
+    trainer = make_trainer(_strategy(checkpoint))
+    trainer.fit(_TwoOptimizers(), token_loader(16))
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(_strategy(checkpoint), max_epochs=2)
+    trainer.fit(_TwoOptimizers(), token_loader(16), ckpt_path=path)
+    assert_same_weights(weights_of(trainer), straight, rtol=0)
+    with pytest.raises(RuntimeError, match="1 optimizers, .* states of 2"):
+        make_trainer(_strategy(checkpoint)).fit(LanguageModule(), token_loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize("checkpoint", FORMATS)
+def test_each_of_two_optimizers_gets_its_own_state(
+    two_ranks: Ranks, tmp_path: Path, checkpoint: str
+) -> None:
+    two_ranks.run(_two_optimizers, checkpoint, str(tmp_path / "two.ckpt"))
+
+
 def _fit_with_callback(checkpoint: str, directory: str) -> tuple[list[str], float, float]:
     callback = ModelCheckpoint(
         directory, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}"
