@@ -82,8 +82,8 @@ def test_random_values_get_torchaos_bits(
     seed: int, dtype: torch.dtype, mode: ScaleRounding
 ) -> None:
     torch.manual_seed(seed)
-    for values in (torch.randn(64, 96), wide_range(seed), torch.randn(3, 32, 64) / 50):
-        values = values.to(dtype)
+    for sample in (torch.randn(64, 96), wide_range(seed), torch.randn(3, 32, 64) / 50):
+        values = sample.to(dtype)
         assert_same_bits(quantize(values, -1, mode), *by_torchao(values, mode))
 
 
