@@ -18,9 +18,9 @@ venv: $(STAMP) ## Make the virtual environment, if the lock or pyproject.toml ch
 
 $(STAMP): pyproject.toml requirements-dev.lock requirements-examples.lock
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements-dev.lock
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-examples.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install -qq -r requirements-dev.lock
+	$(BIN)/python -m pip install -qq --no-deps -r requirements-examples.lock
+	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
 	touch $@
 
 demo: $(STAMP) ## Fine-tune SmolLM2-135M on the King James Bible, on two processes.
