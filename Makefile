@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml requirements-dev.lock requirements-examples.lock
 	touch $@
 
 demo: $(STAMP) ## Fine-tune SmolLM2-135M on the King James Bible, on two processes.
-	$(BIN)/python examples/finetune_lightning.py
+	rm -rf outputs/demo
+	$(BIN)/python examples/finetune_lightning.py --output outputs/demo
 
 test: $(STAMP) ## Run the tests.
 	$(BIN)/python -m pytest

@@ -60,8 +60,12 @@ def split_into_sequences(
         ``[<= num_train, length]`` and ``[num_held_out, length]`` token ids.
 
     Raises:
-        ValueError: The text is too short.
+        ValueError: The text is too short, or nothing is to be held out.
     """
+    if num_held_out < 1:
+        raise ValueError(
+            f"at least one sequence must be held out for each rank, got {num_held_out}"
+        )
     # A token is rarely longer than 16 characters on average over a whole sequence.
     characters = 16 * length
     held_out = _sequences(text[-num_held_out * characters :], tokenizer, length)[-num_held_out:]
