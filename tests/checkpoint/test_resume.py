@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.training import OPTIMIZERS, make_fsdp2, make_sshsdp, train
+import sshsdp
+from tests.checkpoint.training import OPTIMIZERS, WIDTH, make_fsdp2, make_sshsdp, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +121,92 @@ def test_fsdp2_loads_our_checkpoint(saved: Any, workers: Callable[[int], Any], s
     folder, optimizer, expected = saved
     losses = workers(size).run(resume_under_fsdp2, folder, optimizer)[0]
     assert losses == pytest.approx(expected["losses"], rel=1e-6)
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Every name in a checkpoint, with shape and dtype where it is a tensor."""
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in entries.items()
+    }
+
+
+def test_our_checkpoint_holds_what_fsdp2_s_holds(saved: Any) -> None:
+    folder, optimizer, _ = saved
+    ours, theirs = described(folder / "own"), described(folder / "fsdp2")
+    assert ours == theirs
+    assert len(ours) > 30 or optimizer == "plain sgd"
+
+
+class Tied(nn.Module):
+    """A head that is registered before the embedding whose weight it shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.embedding.weight = self.head.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.embedding(tokens))).logsumexp(-1).mean()
+
+
+def train_tied(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Two steps, the same on all ranks."""
+    losses = []
+    for _ in range(2):
+        loss = model(torch.arange(10))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def exchange_tied(folder: Path) -> dict[str, list[float]]:
+    """A tied model trains here and under FSDP2, and each goes on from the other's checkpoint."""
+
+    def ours() -> tuple[nn.Module, torch.optim.Optimizer, sshsdp.Engine]:
+        torch.manual_seed(0)
+        model = Tied()
+        engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+        return model, engine.attach(torch.optim.AdamW(model.parameters())), engine
+
+    def theirs() -> tuple[nn.Module, torch.optim.Optimizer, State]:
+        torch.manual_seed(0)
+        model = Tied()
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_tied(model, optimizer)
+        states = get_state_dict(model, optimizer)
+        return model, optimizer, dict(zip(("model", "optimizer"), states, strict=True))
+
+    model, optimizer, engine = ours()
+    train_tied(model, optimizer)
+    engine.save(folder / "own", optimizer)
+    losses = {"straight": train_tied(model, optimizer)}
+    _, _, states = theirs()
+    dcp.save(states, checkpoint_id=folder / "fsdp2")
+    model, optimizer, engine = ours()
+    engine.load(folder / "fsdp2", optimizer)
+    losses["from fsdp2"] = train_tied(model, optimizer)
+    model, optimizer, states = theirs()
+    dcp.load(states, checkpoint_id=folder / "own")
+    set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    losses["under fsdp2"] = train_tied(model, optimizer)
+    return losses
+
+
+def test_tied_weights_go_back_and_forth(tmp_path: Path, workers: Callable[[int], Any]) -> None:
+    losses = workers(2).run(exchange_tied, tmp_path)[0]
+    assert losses["from fsdp2"] == pytest.approx(losses["straight"], rel=1e-6)
+    assert losses["under fsdp2"] == pytest.approx(losses["straight"], rel=1e-6)
 
 
 def whole_round_trip(

@@ -52,9 +52,10 @@ def failing_save(folder: Path) -> tuple[str, bool, list[str]]:
 def test_a_failed_save_keeps_the_old_checkpoint(
     tmp_path: Path, workers: Callable[[int], Any]
 ) -> None:
-    for message, same, _ in workers(2).run(failing_save, tmp_path):
+    for message, same, names in workers(2).run(failing_save, tmp_path):
         assert "rank 1: OSError('no space left on device')" in message
         assert same
+        assert names == ["checkpoint"]
 
 
 def save_twice(folder: Path) -> list[str]:
@@ -112,6 +113,127 @@ def test_a_save_on_one_rank_names_the_missing_ones(
     """huggingface/accelerate#2000: `if is_main: save()` hung until the process group's timeout."""
     message = workers(2).run(save_on_rank_0_only, tmp_path)[0]
     assert "ranks [1]" in message
+
+
+class Unknown:
+    """Something that ``torch.load(weights_only=True)`` refuses."""
+
+
+def save_to(folder: Path, target: str, extra: Any) -> tuple[str, list[str]]:
+    """Save to a path where something is already; the error, and what is there afterwards."""
+    _, attached, engine = make_sshsdp("adamw")
+    engine.save(folder / "checkpoint", attached, extra={"number": 1})
+    message = ""
+    try:
+        engine.save(folder / target, attached, extra=extra)
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    return message, sorted(str(entry.relative_to(folder)) for entry in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("target", "extra", "expected"),
+    [
+        ("others", {}, "is a directory with other things than a checkpoint in it"),
+        ("file", {}, "is a file"),
+        ("checkpoint", {"object": Unknown()}, "extra must hold numbers, strings, tensors"),
+    ],
+)
+def test_a_save_that_would_destroy_or_be_unreadable_changes_nothing(
+    tmp_path: Path, workers: Callable[[int], Any], target: str, extra: Any, expected: str
+) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "precious.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for message, names in workers(2).run(save_to, tmp_path, target, extra):
+        assert expected in message
+        assert {"file", "others", "others/precious.txt"} <= set(names)
+        assert not any(".saving" in name for name in names)
+    assert store.load_extra(tmp_path / "checkpoint") == {"number": 1}
+
+
+def test_a_save_follows_a_link(tmp_path: Path, workers: Callable[[int], Any]) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "checkpoint")
+    for message, names in workers(2).run(save_to, tmp_path, "latest", {"number": 2}):
+        assert not message
+        assert {"checkpoint", "latest"} == {name.partition("/")[0] for name in names}
+    assert (tmp_path / "latest").is_symlink()
+    assert store.load_extra(tmp_path / "checkpoint") == {"number": 2}
+
+
+def load_frozen(folder: Path) -> tuple[torch.dtype, bool]:
+    """A checkpoint of fp32 weights into a model whose frozen weights are held in bf16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    expected = model[1].weight.detach().clone()
+    plain = sshsdp.shard(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)),
+        runtime=sshsdp.RuntimePolicy(dtype=torch.float32),
+    )
+    plain.load_full_state_dict(model.state_dict())
+    plain.save(folder / "checkpoint")
+    engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.bfloat16))
+    engine.load(folder / "checkpoint")
+    frozen = engine.full_state_dict(rank0_only=False)["1.weight"]
+    return frozen.dtype, torch.equal(frozen, expected.bfloat16())
+
+
+def test_frozen_weights_are_rounded_at_load_as_at_the_start(
+    tmp_path: Path, workers: Callable[[int], Any]
+) -> None:
+    assert workers(2).run(load_frozen, tmp_path) == [(torch.bfloat16, True)] * 2
+
+
+class Counter(nn.Module):
+    """A buffer with whole numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(3_000_000_001).to(dtype))
+
+
+def load_narrower_buffer(folder: Path) -> str:
+    """An int64 buffer of a checkpoint into an int32 one."""
+    sshsdp.shard(Counter(torch.int64)).save(folder / "checkpoint")
+    try:
+        sshsdp.shard(Counter(torch.int32)).load(folder / "checkpoint")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_whole_numbers_are_not_narrowed_either(
+    tmp_path: Path, workers: Callable[[int], Any]
+) -> None:
+    """pytorch/pytorch#187138: a load cast to the template's narrower dtype in silence."""
+    message = workers(1).run(load_narrower_buffer, tmp_path)[0]
+    assert "'count' is torch.int64 in the checkpoint and would be rounded to torch.int32" in message
+    assert "UpdatePolicy" not in message
+
+
+def keep_only_rank_0(folder: Path) -> list[str]:
+    """Two programs share one process group: a save on one rank, then on both."""
+    _, attached, engine = make_sshsdp("adamw")
+    messages = []
+    if dist.get_rank() == 0:
+        rendezvous.MISSING_RANKS_TIMEOUT = timedelta(seconds=1)
+        try:
+            engine.save(folder / "checkpoint", attached)
+        except RuntimeError as error:
+            messages.append(str(error))
+        finally:
+            rendezvous.MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
+    dist.barrier()
+    engine.save(folder / "checkpoint", attached)
+    return messages
+
+
+def test_after_a_save_on_one_rank_the_next_on_all_succeeds(
+    tmp_path: Path, workers: Callable[[int], Any]
+) -> None:
+    assert "ranks [1]" in workers(2).run(keep_only_rank_0, tmp_path)[0][0]
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 def load_wrong(folder: Path, case: str) -> str:
