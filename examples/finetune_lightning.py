@@ -304,7 +304,9 @@ def main(
     """Fine-tune a causal language model, resume from a checkpoint, evaluate and export."""
     options = Options(**locals())
     transformers_logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # The latter two have words for every CUDA library that a machine without CUDA cannot load.
+    for name in ("lightning.pytorch", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Advice on loader processes, samplers and validation that does not fit this program.
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
     seed_everything(seed, verbose=False)
