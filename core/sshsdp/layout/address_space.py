@@ -9,11 +9,9 @@ A gather output *is* the concatenation of the shards, so a parameter is a view o
 and the piece of a parameter that a rank owns is an intersection of two index ranges.
 
 Example:
-    >>> space = AddressSpace(
-    ...     regions=(Region(name="w", start=0, shape=(2, 3)), Region(name="b", start=6, shape=(1,))),
-    ...     numel=8,
-    ...     num_shards=2,
-    ... )
+    >>> weight = Region(name="w", start=0, shape=(2, 3))
+    >>> bias = Region(name="b", start=6, shape=(1,))
+    >>> space = AddressSpace(regions=(weight, bias), numel=8, num_shards=2)
     >>> [(p.name, p.start, p.stop, p.offset) for p in space.pieces(*space.shard_range(1))]
     [('w', 4, 6, 0), ('b', 0, 1, 2)]
 """

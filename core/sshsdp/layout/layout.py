@@ -71,7 +71,8 @@ class Layout:
         """A table: unit, parameters, elements, padding, runtime bytes."""
         lines = [
             f"layout: {len(self.units)} units over {self.num_replicas} x {self.num_shards} ranks, "
-            f"{self.numel - self.padding:,} elements, padding {self.padding / max(self.numel, 1):.3%}"
+            f"{self.numel - self.padding:,} elements, padding "
+            f"{self.padding / max(self.numel, 1):.3%}"
         ]
         for unit in self.units:
             for space, dtype, trainable in zip(
