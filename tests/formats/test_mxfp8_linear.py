@@ -72,9 +72,26 @@ def operand_of(weight: torch.Tensor, **options: Any) -> MXFP8Operand:
     return MXFP8Operand(weight=QuantizedNow(weight), backend=Emulation(), **options)
 
 
+def spread(values: torch.Tensor) -> torch.Tensor:
+    """Magnitudes over 20 octaves.
+
+    Scales are powers of two and elements are floating point: as long as no element is subnormal,
+    blocks in either direction give the same values, and a mix-up of the two would go unseen.
+    """
+    return values * torch.exp2(torch.randint(-16, 4, values.shape).float())
+
+
+@torch.no_grad()
+def spread_weights(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.copy_(spread(parameter))
+
+
 def pair(mode: ScaleRounding = "rceil", **options: Any) -> tuple[Linear, ReferenceLinear]:
     torch.manual_seed(0)
     linear = nn.Linear(96, 64, **options)
+    spread_weights(linear)
     return Linear(linear, mode), ReferenceLinear(copy.deepcopy(linear), mode)
 
 
@@ -82,11 +99,11 @@ def pair(mode: ScaleRounding = "rceil", **options: Any) -> tuple[Linear, Referen
 @pytest.mark.parametrize("shape", [(64,), (2, 40), (3, 1, 7), (1,), ()])
 def test_all_three_products_equal_the_reference(shape: tuple[int, ...], mode: Any) -> None:
     subject, reference = pair(mode)
-    inputs = [torch.randn(*shape, 96).requires_grad_() for _ in range(2)]
-    inputs[1].data.copy_(inputs[0].data)
+    values = spread(torch.randn(*shape, 96))
+    inputs = [values.clone().requires_grad_() for _ in range(2)]
     outputs = [model(x) for model, x in zip((subject, reference), inputs, strict=True)]
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
-    grad = torch.randn_like(outputs[0])
+    grad = spread(torch.randn_like(outputs[0]))
     for output in outputs:
         output.backward(grad)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-6, atol=1e-6)
@@ -94,7 +111,7 @@ def test_all_three_products_equal_the_reference(shape: tuple[int, ...], mode: An
     torch.testing.assert_close(subject.bias.grad, reference.bias.grad, rtol=1e-6, atol=1e-6)
     exact = functional.linear(inputs[0], subject.weight, subject.bias)
     assert not torch.equal(outputs[0], exact)
-    torch.testing.assert_close(outputs[0], exact, rtol=0.1, atol=0.3)
+    torch.testing.assert_close(outputs[0], exact, rtol=0.1, atol=1.0)
 
 
 def replace_linears(model: nn.Module, kind: Any) -> nn.Module:
@@ -112,6 +129,7 @@ def replace_linears(model: nn.Module, kind: Any) -> nn.Module:
 def test_training_a_decoder_equals_the_reference_at_every_step(optimizer: Any) -> None:
     torch.manual_seed(0)
     model = Decoder(width=32)
+    spread_weights(model)
     models = [replace_linears(copy.deepcopy(model), kind) for kind in (Linear, ReferenceLinear)]
     optimizers = [optimizer(each.parameters(), lr=1e-2) for each in models]
     losses: list[list[float]] = [[], []]
