@@ -20,6 +20,7 @@ import torch
 
 from lightning_sshsdp.environment import engine_of, unwrap_optimizer
 from lightning_sshsdp.sharded_files import (
+    check_local,
     count_sharded_optimizers,
     is_sharded_checkpoint,
     load_sharded_model,
@@ -113,6 +114,7 @@ class CheckpointMixin:
 
         Raises:
             TypeError: ``storage_options`` were given, which only single files take.
+            ValueError: A sharded checkpoint would go to a URL.
             IsADirectoryError: A full checkpoint would replace a directory that is no checkpoint.
         """
         if self._checkpoint_format == "sharded":
@@ -121,6 +123,7 @@ class CheckpointMixin:
                     "storage_options are for checkpoint='full': a CheckpointIO takes them"
                 )
             path = Path(self.broadcast(filepath))
+            check_local(filepath)
             states = {"model": checkpoint.pop("state_dict")}
             if CURRENT_STATE in checkpoint:
                 states[CURRENT_STATE] = checkpoint.pop(CURRENT_STATE)

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_sshsdp.environment import StepWrapper, engine_of_wrapper
 from lightning_sshsdp.sharded_files import (
+    check_local,
     is_sharded_checkpoint,
     load_sharded_model,
     load_sharded_optimizer,
@@ -83,7 +84,8 @@ class FabricCheckpointMixin:
 
         Raises:
             TypeError: ``storage_options`` were given, which only single files take.
-            ValueError: The state holds no module that was set up.
+            ValueError: The state holds no module that was set up, or a sharded checkpoint would go
+                to a URL.
             IsADirectoryError: A full checkpoint would replace a directory that is no checkpoint.
         """
         path = Path(self.broadcast(path))
@@ -98,6 +100,7 @@ class FabricCheckpointMixin:
                 raise TypeError(
                     "storage_options are for checkpoint='full': a CheckpointIO takes them"
                 )
+            check_local(path)
             shards = {key: value for key, value in converted.items() if _is_sharded(state[key])}
             rest = {key: value for key, value in converted.items() if key not in shards}
             save_sharded(path, shards, rest)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import sshsdp
 
 __all__ = [
+    "check_local",
     "count_sharded_optimizers",
     "is_sharded_checkpoint",
     "load_sharded_model",
@@ -34,6 +35,19 @@ METADATA_FILE = "meta.pt"
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether a path is a directory that `save_sharded` (or Lightning) wrote."""
     return (path / METADATA_FILE).is_file()
+
+
+def check_local(path: str | Path) -> None:
+    """Refuse URLs: every rank writes to a directory that all of them see.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if ":/" in str(path):
+        raise ValueError(
+            f"{path} is a URL, and sharded checkpoints go to a shared file system: save there and "
+            "copy, or give the strategy checkpoint='full'"
+        )
 
 
 def save_sharded(path: Path, states: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -198,7 +199,7 @@ def _two_optimizers(checkpoint: str, path: str) -> None:
     trainer = make_trainer(_strategy(checkpoint), max_epochs=2)
     trainer.fit(_TwoOptimizers(), token_loader(16), ckpt_path=path)
     assert_same_weights(weights_of(trainer), straight, rtol=0)
-    with pytest.raises(RuntimeError, match="1 optimizers, .* states of 2"):
+    with pytest.raises(RuntimeError, match=r"1 optimizers, .* states of 2"):
         make_trainer(_strategy(checkpoint)).fit(LanguageModule(), token_loader(), ckpt_path=path)
 
 
@@ -303,6 +304,10 @@ def _replaces_each_other(directory: str) -> None:
             trainer.save_checkpoint(other)
     with pytest.raises(TypeError, match="storage_options"):
         sharded.save_checkpoint(path, storage_options={"a": 1})
+    with pytest.raises(ValueError, match="URL"):
+        sharded.save_checkpoint("memory://bucket/some.ckpt")
+    full.save_checkpoint(f"memory://bucket/{full.global_rank}.ckpt")
+    assert fsspec.filesystem("memory").exists("/bucket/0.ckpt") == (full.global_rank == 0)
 
 
 def test_either_format_replaces_the_other(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What happens around training: set-up on meta, failures in the middle, metrics, odd Trainer flags."""
+"""What happens around training: set-up on meta, failures, metrics, flags of the Trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run as a script: train with ``strategy="sshsdp"`` under one of Lightning's import names.
+"""Run as a script: train with ``strategy="sshsdp"`` under some of Lightning's import names.
 
-``train_by_name.py NAME [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0 prints
-one JSON line with what it saw.
+``train_by_name.py NAME... [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0
+prints a JSON line for each name, with what it saw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("name")
+    parser.add_argument("names", nargs="+")
     parser.add_argument("--fail-rank", type=int)
     return parser.parse_args()
 
@@ -83,25 +83,27 @@ def _train_with_fabric(package: Any) -> tuple[Any, list[float]]:
     return fabric.strategy, losses
 
 
+def _train(name: str, fail_rank: int | None) -> None:
+    package = importlib.import_module(name)
+    if hasattr(package, "Trainer"):
+        strategy, losses = _train_with_trainer(package, fail_rank)
+    else:
+        strategy, losses = _train_with_fabric(package)
+    if strategy.global_rank == 0:
+        base = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "ParallelStrategy")
+        report = {"name": name, "base": base.__module__, "losses": losses}
+        report["world_size"] = strategy.world_size
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     """Train and report."""
     arguments = _arguments()
-    package = importlib.import_module(arguments.name)
-    if hasattr(package, "Trainer"):
-        strategy, losses = _train_with_trainer(package, arguments.fail_rank)
-    else:
-        strategy, losses = _train_with_fabric(package)
+    for name in arguments.names:
+        _train(name, arguments.fail_rank)
     import torch.distributed as dist
 
-    if strategy.global_rank == 0:
-        base = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "ParallelStrategy")
-        report = {
-            "base": base.__module__,
-            "world_size": dist.get_world_size(),
-            "losses": losses,
-        }
-        sys.stdout.write(json.dumps(report) + "\n")
-        sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 
