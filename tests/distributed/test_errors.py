@@ -258,7 +258,6 @@ MODEL_READS: dict[str, Callable[[nn.Module], Any]] = {
     "to another dtype": lambda model: model.to(torch.bfloat16),
     "double": lambda model: model.double(),
     "to another device": lambda model: model.to("meta"),
-    "save": lambda model: torch.save(model, io.BytesIO()),
 }
 
 
@@ -707,15 +706,17 @@ def _refuse_units(model: nn.Module) -> None:
 
 
 def _refuse_pack(model: nn.Module) -> None:
-    sshsdp.shard(model, **_runtime(packs=[_pack("norm.weight", "linear.bias", fuse=False), _BAD]))
+    bad = _pack("linear.weight", "no.weight")
+    sshsdp.shard(model, **_runtime(packs=[_pack("norm.weight", "linear.bias"), bad]))
 
 
 def _refuse_fused_pack(model: nn.Module) -> None:
-    packs = [_pack("norm.weight", "linear.weight", fuse=True)]
-    sshsdp.shard(model, **_runtime(packs=packs))
-
-
-_BAD = sshsdp.Pack(("linear.weight", "no.weight"))
+    model.blocks[0].other = nn.LayerNorm(8)
+    packs = [_pack("norm.weight", "other.weight", fuse=True)]
+    try:
+        sshsdp.shard(model, **_runtime(packs=packs))
+    finally:
+        del model.blocks[0].other
 
 
 @pytest.mark.parametrize("refused", [_refuse_units, _refuse_pack, _refuse_fused_pack])

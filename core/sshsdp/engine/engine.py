@@ -241,7 +241,8 @@ class Engine(Checkpointing):
         )
         self._make_groups_contiguous([group for its_groups in groups for group in its_groups])
         for one, its_groups in zip(optimizers, groups, strict=True):
-            self._bindings.append(OptimizerBinding(one, its_groups, self._on_step))
+            binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
+            self._bindings.append(binding)
         return optimizer
 
     @property
@@ -386,20 +387,19 @@ class Engine(Checkpointing):
             updates = [update for _, update in self._binding_of(optimizer, caller).updates()]
         return [u.tensor for u in updates if u.tensor.grad is not None and u.tensor.numel()]
 
-    def _on_step(self) -> None:
-        self._publish()
-        self._last_stats = self._stats.roll()
-
-    def _publish(self) -> None:
+    def _before_step(self) -> None:
         if self._schedule.is_pinned:
             raise RuntimeError(
                 "optimizer.step() inside engine.unsharded(): the gathered parameters would not "
                 "see the step. "
                 "Leave the context first"
             )
+
+    def _on_step(self) -> None:
         self._schedule.free_all()
         for space in self.spaces:
             space.publish()
+        self._last_stats = self._stats.roll()
 
     def _on_reduced(self) -> None:
         """Agree on the parameters that no rank used, and let the optimizers skip them."""

@@ -42,6 +42,8 @@ def resolve_packs(
                 f"{', '.join(list(by_name)[:5])}, ..."
             )
         if pack.fuse:
+            for members in groups:
+                _check_fusable(members)
             biases = tuple(name.removesuffix("weight") + "bias" for name in pack.names)
             groups += _groups(biases, by_name)
         for members in groups:
@@ -89,6 +91,13 @@ def _check_members(members: Sequence[ParameterSlot], unit_of: Mapping[ParameterS
                 )
     if not first.shape:
         raise ValueError(f"parameter {first.name!r} is 0-dimensional and cannot be packed")
+
+
+def _check_fusable(members: Sequence[ParameterSlot]) -> None:
+    modules = [_linear_of(member) for member in members]
+    if len({module.bias is None for module in modules}) > 1:
+        names = ", ".join(repr(member.name) for member in members)
+        raise ValueError(f"a fused pack needs a bias in all of its modules, or in none: {names}")
 
 
 class FusedLinears:
@@ -154,11 +163,7 @@ class FusedLinears:
 
 
 def fuse_linears(packs: Sequence[Pack], slots: Sequence[PackSlot]) -> list[FusedLinears]:
-    """Fuse the modules of the packs that ask for it.
-
-    Raises:
-        ValueError: A member is not the weight of a plain ``nn.Linear``, or only some have a bias.
-    """
+    """Fuse the modules of the packs that ask for it."""
     wanted = {name for pack in packs if pack.fuse for name in pack.names}
     by_members = {slot.members: slot for slot in slots}
     fused = []
@@ -167,10 +172,6 @@ def fuse_linears(packs: Sequence[Pack], slots: Sequence[PackSlot]) -> list[Fused
             continue
         modules = [_linear_of(member) for member in slot.members]
         biases = [module.bias for module in modules if module.bias is not None]
-        if biases and len(biases) != len(modules):
-            raise ValueError(
-                f"{slot.name}: a fused pack needs a bias in all of its modules, or in none"
-            )
         bias_slot = None
         if biases:
             bias_slot = next(

@@ -83,6 +83,8 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func == _DATA_SETTER and args[0] is args[1]:
             return None
+        if func is torch._has_compatible_shallow_copy_type and args[0] is args[1]:
+            return True
         raise RuntimeError(_read_message(func, args, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch names an argument oddly

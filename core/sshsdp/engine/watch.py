@@ -17,7 +17,7 @@ class ModelWatch:
         """Take the model as it is now."""
         self._model = model
         self._modules = [
-            (name, module, dict(module._parameters), len(module._modules))
+            (name, module, dict(module._parameters), dict(module._modules))
             for name, module in model.named_modules()
         ]
         self._frozen = [
@@ -33,9 +33,14 @@ class ModelWatch:
             RuntimeError: A parameter or module was added, removed or replaced, or a parameter that
                 was frozen is trainable now.
         """
-        for name, module, parameters, num_children in self._modules:
-            if len(module._modules) != num_children:
+        for name, module, parameters, children in self._modules:
+            if len(module._modules) != len(children):
                 self._refuse(f"module {name or '<root>'!r} has other submodules than it had")
+            for attribute, child in module._modules.items():
+                former = children.get(attribute)
+                # Whoever exchanges an activation function changes nothing here.
+                if child is not former and (_holds_tensors(child) or _holds_tensors(former)):
+                    self._refuse(f"module {f'{name}.{attribute}'.lstrip('.')!r} was replaced")
             if len(module._parameters) != len(parameters):
                 self._refuse(f"module {name or '<root>'!r} has other parameters than it had")
             for attribute, parameter in module._parameters.items():
@@ -54,3 +59,10 @@ class ModelWatch:
             f"the model was changed after sshsdp.shard(): {what}. Change the model first, then "
             "shard it"
         )
+
+
+def _holds_tensors(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    found = next(module.parameters(), None), next(module.buffers(), None)
+    return any(tensor is not None for tensor in found)

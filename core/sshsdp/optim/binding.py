@@ -86,6 +86,7 @@ class OptimizerBinding:
         self,
         optimizer: torch.optim.Optimizer,
         groups: list[list[ParameterSlot]],
+        before_step: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
         """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
@@ -100,7 +101,10 @@ class OptimizerBinding:
             for update in bound:
                 _carry_state_over(optimizer, update, old_state)
             group["params"] = [update.tensor for update in bound]
-        self._handle = optimizer.register_step_post_hook(lambda *_: on_step())
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: before_step()),
+            optimizer.register_step_post_hook(lambda *_: on_step()),
+        ]
 
     def updates(self) -> Iterator[tuple[int, UpdateTensor]]:
         """``(group index, update tensor)`` in the optimizer's order."""
@@ -172,7 +176,8 @@ class OptimizerBinding:
 
     def detach(self) -> None:
         """Stop publishing after steps, and give the groups the model's parameters back."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         mine = {tensor for group in self.optimizer.param_groups for tensor in group["params"]}
         for space in self.spaces:
             space.update_tensors = [u for u in space.update_tensors if u.tensor not in mine]
