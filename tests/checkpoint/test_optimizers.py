@@ -124,6 +124,50 @@ def test_the_next_losses_are_those_of_a_run_that_never_stopped(
             assert losses[kind] == pytest.approx(losses["straight"], rel=2e-6)
 
 
+def save_two(folder: Path) -> tuple[list[float], list[float], str]:
+    """Two optimizers in one checkpoint; read back in the same order, and in another."""
+
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer], sshsdp.Engine]:
+        torch.manual_seed(0)
+        model = Scaled()
+        engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], 0.1, momentum=0.9)
+        vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=1e-2)
+        return model, engine.attach([matrices, vectors]), engine
+
+    def train(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[float]:
+        losses = []
+        for number in range(3):
+            loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizers, engine = make()
+    train(model, optimizers)
+    engine.save(folder / "two", optimizers)
+    straight = train(model, optimizers)
+    model, optimizers, engine = make()
+    engine.load(folder / "two", optimizers)
+    resumed = train(model, optimizers)
+    try:
+        engine.load(folder / "two", optimizers[::-1])
+    except ValueError as error:
+        return straight, resumed, str(error)
+    return straight, resumed, "no error"
+
+
+def test_several_optimizers_share_a_checkpoint(
+    tmp_path: Path, workers: Callable[[int], Any]
+) -> None:
+    straight, resumed, message = workers(2).run(save_two, tmp_path)[0]
+    assert resumed == straight
+    assert "param group 0 has other parameters in the checkpoint" in message
+
+
 def lr_after_load(folder: Path, saved: str, loaded: str) -> tuple[Any, bool]:
     """The learning rate of another run, and whether it is still the object that the run had."""
     model, optimizer, engine = sharded(saved)

@@ -123,6 +123,25 @@ def test_fsdp2_loads_our_checkpoint(saved: Any, workers: Callable[[int], Any], s
     assert losses == pytest.approx(expected["losses"], rel=1e-6)
 
 
+def loaded(folder: Path, source: str, optimizer: str) -> State:
+    """Everything that a checkpoint brings."""
+    _, attached, engine = make_sshsdp(optimizer)
+    engine.load(folder / source, attached)
+    return {
+        "model": engine.full_state_dict(),
+        "optimizer": engine.full_optimizer_state_dict(attached),
+    }
+
+
+@pytest.mark.parametrize("source", ["own", "fsdp2"])
+def test_a_number_of_ranks_that_divides_nothing_reads_the_same(
+    saved: Any, workers: Callable[[int], Any], source: str
+) -> None:
+    folder, optimizer, _ = saved
+    one, three = (workers(size).run(loaded, folder, source, optimizer)[0] for size in (1, 3))
+    assert_equal(three, one, 0.0)
+
+
 def described(path: Path) -> dict[str, Any]:
     """Every name in a checkpoint, with shape and dtype where it is a tensor."""
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
