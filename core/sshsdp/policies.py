@@ -61,9 +61,9 @@ class UpdatePolicy:
             dtype. Gradients are averaged: divided by the number of ranks.
         sharding: On a 2-D mesh, ``"hierarchical"`` divides optimizer state over all R * S ranks,
             ``"replicated"`` (classic HSDP) over the S ranks of the ``shard`` axis only.
-        device: ``"cpu"`` keeps masters, reduced gradients and optimizer state on the host: gradients
-            go down and published values come up, through pinned memory. ``None``: where the runtime
-            parameters are.
+        device: ``"cpu"`` keeps masters, reduced gradients and optimizer state on the host:
+            gradients go down and published values come up, through pinned memory. ``None``: where
+            the runtime parameters are.
     """
 
     dtype: torch.dtype | None = torch.float32
