@@ -197,7 +197,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "multiply": lambda weight: weight * 2,
     "multiply from the right": lambda weight: torch.ones(8, 8) * weight,
     "sum": lambda weight: weight.sum(),
-    "norm": lambda weight: torch.linalg.vector_norm(weight),
+    "norm": torch.linalg.vector_norm,
     "matmul": lambda weight: torch.ones(2, 8) @ weight,
     "stack": lambda weight: torch.stack([weight, weight]),
     "index": lambda weight: weight[0, 0],
@@ -209,11 +209,11 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "item": lambda weight: weight.item(),
     "numpy": lambda weight: weight.numpy(force=True),
     "tolist": lambda weight: weight.tolist(),
-    "fill": lambda weight: nn.init.zeros_(weight),
+    "fill": nn.init.zeros_,
     "copy into": lambda weight: weight.copy_(torch.ones(8, 8)),
     "copy from": lambda weight: torch.ones(8, 8).copy_(weight),
     "compare": lambda weight: weight == 0,
-    "isnan": lambda weight: torch.isnan(weight),
+    "isnan": torch.isnan,
     "cast": lambda weight: weight.to(torch.float64),
     "half": lambda weight: weight.half(),
     "transpose": lambda weight: weight.T,
@@ -551,7 +551,7 @@ def _pack(*names: str, fuse: bool = False) -> sshsdp.Pack:
 
 
 def shard_unknown_format() -> None:
-    shard_with(**_runtime(formats={"*.wieght": sshsdp.DenseFormat(torch.float32)}))
+    shard_with(**_runtime(formats={"*.no_such": sshsdp.DenseFormat(torch.float32)}))
 
 
 def shard_unknown_unit() -> None:
@@ -569,7 +569,7 @@ def shard_unknown_pack() -> None:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (shard_unknown_format, "formats: the pattern '*.wieght' matches no name"),
+        (shard_unknown_format, "formats: the pattern '*.no_such' matches no name"),
         (shard_unknown_unit, "units: the pattern 'layers.*' matches no name"),
         (shard_unknown_unit_class, "units: the model has no module of class Conv2d"),
         (shard_unknown_pack, "Pack('linear.weight', 'gate.weight'): no module of the model"),

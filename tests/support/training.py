@@ -8,7 +8,7 @@ after another and averages, so it does the same arithmetic on the same shapes.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ __all__ = [
     "Recipe",
     "make_optimizer",
     "prepare_model",
+    "shard",
     "subject_of",
     "train_fsdp2",
     "train_plain",
@@ -51,9 +52,13 @@ class Recipe:
         checkpointing: ``(where, use_reentrant)`` of activation checkpointing.
         frozen: Patterns over parameter names.
         decay_by_shape: Two param groups, matrices with weight decay and the rest without.
+        interleaved: Two param groups, every other parameter in each.
         prefetch: Units gathered ahead.
         reshard: Free parameters after forward.
         dtype: Compute dtype.
+        mesh: ``(replicate, shard)``; None for a 1-D mesh.
+        sharding: Of the update state over such a mesh.
+        packs: Run with the packs that `sshsdp.find_packs` finds.
     """
 
     subject: str
@@ -65,9 +70,13 @@ class Recipe:
     checkpointing: tuple[str, bool] | None = None
     frozen: tuple[str, ...] = ()
     decay_by_shape: bool = False
+    interleaved: bool = False
     prefetch: int = 1
     reshard: bool = True
     dtype: torch.dtype = torch.float32
+    mesh: tuple[int, int] | None = None
+    sharding: Literal["hierarchical", "replicated"] = "hierarchical"
+    packs: bool = False
 
     @property
     def runtime_policy(self) -> sshsdp.RuntimePolicy:
@@ -75,6 +84,11 @@ class Recipe:
         return sshsdp.RuntimePolicy(
             dtype=self.dtype, prefetch=self.prefetch, reshard_after_forward=self.reshard
         )
+
+    @property
+    def update_policy(self) -> sshsdp.UpdatePolicy:
+        """The policy for `sshsdp.shard`."""
+        return sshsdp.UpdatePolicy(sharding=self.sharding)
 
 
 @dataclass
@@ -115,6 +129,11 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.2},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-3},
         ]
+    if recipe.interleaved:
+        groups = [
+            {"params": parameters[::2], "weight_decay": 0.2},
+            {"params": parameters[1::2], "weight_decay": 0.0, "lr": 1e-3},
+        ]
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
     return torch.optim.SGD(groups, lr=3e-3, momentum=0.9, weight_decay=0.01)
@@ -147,13 +166,35 @@ def train_plain(recipe: Recipe, world_size: int) -> Outcome:
     return Outcome(losses, norms, {k: v.detach().clone() for k, v in model.state_dict().items()})
 
 
+def shard(
+    recipe: Recipe, runtime: sshsdp.RuntimePolicy | None = None
+) -> tuple[nn.Module, sshsdp.Engine, torch.optim.Optimizer]:
+    """The model of a recipe, sharded over this process group, and its attached optimizer.
+
+    Args:
+        recipe: What to shard and how.
+        runtime: Used instead of the recipe's own policy.
+    """
+    model = prepare_model(recipe)
+    policy = runtime or recipe.runtime_policy
+    if recipe.packs:
+        policy = replace(policy, packs=sshsdp.find_packs(model))
+    mesh = recipe.mesh and dist.init_device_mesh(
+        "cpu", recipe.mesh, mesh_dim_names=("replicate", "shard")
+    )
+    engine = sshsdp.shard(
+        model,
+        mesh=mesh,
+        units=subject_of(recipe).units,
+        runtime=policy,
+        update=recipe.update_policy,
+    )
+    return model, engine, engine.attach(make_optimizer(recipe, model))
+
+
 def train_sshsdp(recipe: Recipe, runtime: sshsdp.RuntimePolicy | None = None) -> Outcome:
     """Train on this process group's ranks with `sshsdp`; weights come back on rank 0."""
-    model = prepare_model(recipe)
-    engine = sshsdp.shard(
-        model, units=subject_of(recipe).units, runtime=runtime or recipe.runtime_policy
-    )
-    optimizer = engine.attach(make_optimizer(recipe, model))
+    model, engine, optimizer = shard(recipe, runtime)
     losses, norms = [], []
     for step in range(recipe.steps):
         losses.append(_accumulate(recipe, model, step, engine.no_sync))
