@@ -8,12 +8,8 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Pack", "find_packs"]
 
@@ -65,8 +61,8 @@ def find_packs(model: nn.Module, *, fuse: bool = True) -> tuple[Pack, ...]:
 
     A module whose children carry the customary names of one group (q/k/v projections, gate and up
     projections) and are all plain ``nn.Linear`` of the same input width, all with or all without
-    bias, gives a pack. Weights that a model keeps fused already, experts in ``[E, out, in]``
-    included, need none.
+    bias, all trainable or all frozen, gives a pack. Weights that a model keeps fused already,
+    experts in ``[E, out, in]`` included, need none.
 
     Args:
         model: Any model, before `sshsdp.shard`.
@@ -75,26 +71,31 @@ def find_packs(model: nn.Module, *, fuse: bool = True) -> tuple[Pack, ...]:
     Returns:
         Packs for ``RuntimePolicy(packs=...)``; empty if nothing was found.
     """
-    found = (
-        siblings
-        for module in model.modules()
-        for siblings in _SIBLINGS
-        if _are_siblings(module, siblings)
-    )
     return tuple(
-        Pack(tuple(f"{name}.weight" for name in siblings), fuse=fuse)
-        for siblings in _first_of_each(found)
+        Pack(tuple(f"{name}.weight" for name in names), fuse=fuse)
+        for names in _SIBLINGS
+        if _all_are_siblings(model, names)
     )
 
 
-def _are_siblings(module: nn.Module, names: tuple[str, ...]) -> bool:
-    children = [module._modules.get(name) for name in names]
-    linears = [child for child in children if type(child) is nn.Linear]
-    return (
-        len(linears) == len(names)
-        and len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
-    )
+def _all_are_siblings(model: nn.Module, names: tuple[str, ...]) -> bool:
+    # A pack holds wherever its names occur, so one module that cannot take it rules it out.
+    groups = [
+        [module._modules.get(name) for name in names]
+        for module in model.modules()
+        if all(name in module._modules for name in names)
+    ]
+    return bool(groups) and all(_are_siblings(group) for group in groups)
 
 
-def _first_of_each(items: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return list(dict.fromkeys(items))
+def _are_siblings(modules: list[nn.Module | None]) -> bool:
+    linears = [module for module in modules if type(module) is nn.Linear]
+    traits = {
+        (
+            linear.in_features,
+            linear.weight.requires_grad,
+            None if linear.bias is None else linear.bias.requires_grad,
+        )
+        for linear in linears
+    }
+    return len(linears) == len(modules) and len(traits) == 1
