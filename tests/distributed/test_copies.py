@@ -118,7 +118,7 @@ def test_an_all_gather_of_sends_copies_the_rank_s_own_slot_and_no_more(
 def test_a_bf16_step_copies_the_publish_cast_and_what_it_says_in_its_stats(
     workers: Callable[[int], Any],
 ) -> None:
-    """On CPU no kernel multiplies bf16 into fp32, so weight gradients are widened into the buffer."""
+    """On CPU no kernel multiplies bf16 into fp32: weight gradients are widened into the buffer."""
     for ours in workers(2).run(count_ours, torch.bfloat16):
         assert ours["publish"] == ours["runtime_shards"]
         told = ours["publish"] + ours["gradient_copies"]

@@ -1,4 +1,4 @@
-"""Where the first values come from: rank 0's model, whatever the other ranks hold, meta included."""
+"""First values come from rank 0, whatever the other ranks hold, meta tensors included."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.support.subject import Subject
 
 ALL = [subject.name for subject in (*SUBJECTS, *ODDITIES)]
 FP32 = sshsdp.RuntimePolicy(dtype=torch.float32)
@@ -60,13 +62,16 @@ def shard_meta_elsewhere() -> None:
     for name in ALL:
         subject = subject_of(Recipe(subject=name))
         expected = values_of(subject.model())
-        model = subject.model()
-        if dist.get_rank():
-            model.to("meta")
+        model = built_on_meta(subject) if dist.get_rank() else subject.model()
         ties = _ties(model)
         engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
         assert _ties(model) == ties
         assert_holds(model, engine, expected)
+
+
+def built_on_meta(subject: Subject) -> nn.Module:
+    with torch.device("meta"):
+        return subject.build().train()
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -86,9 +91,8 @@ def test_ranks_other_than_0_may_hold_the_model_on_meta(
 
 
 def train_from_meta(recipe: Recipe) -> list[float]:
-    subject, model = subject_of(recipe), prepare_model(recipe)
-    if dist.get_rank():
-        model.to("meta")
+    subject = subject_of(recipe)
+    model = built_on_meta(subject) if dist.get_rank() else prepare_model(recipe)
     engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
     optimizer = engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
@@ -183,8 +187,7 @@ def test_a_model_on_meta_everywhere_is_initialised_by_its_modules(
 
 
 def initialize_transformers() -> tuple[float, float]:
-    with torch.device("meta"):
-        model = subject_of(Recipe(subject="llama")).build()
+    model = built_on_meta(subject_of(Recipe(subject="llama")))
     engine = sshsdp.shard(model, runtime=FP32)
     whole = engine.full_state_dict(rank0_only=False)
     weight = whole["model.layers.0.mlp.up_proj.weight"]

@@ -283,9 +283,9 @@ def test_units_kept_after_forward_are_free_after_backward(workers: Callable[[int
 
 
 def state_numel(optimizer: Any, frozen: tuple[str, ...]) -> tuple[int, int, int]:
-    """Elements of optimizer state and update shards on this rank, and trainable parameters in all."""
+    """Elements of optimizer state and of update shards here, and of trainable parameters in all."""
     recipe = Recipe(subject="decoder", optimizer=optimizer, frozen=frozen)
-    model, engine, optimizer = shard(recipe)
+    model, _, optimizer = shard(recipe)
     forward_backward(recipe, model)
     optimizer.step()
     state = sum(

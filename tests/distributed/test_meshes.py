@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     import sshsdp
 
 MESHES = [(2, 2), (4, 1), (1, 4), (1, 3), (3, 1), (2, 1)]
-# Gradients are summed axis by axis, (r0 + r1) + (r2 + r3), where the reference adds in rank order. In
-# its first steps AdamW divides a gradient by itself, which makes the smallest ones' rounding visible.
+# Gradients are summed axis by axis, (r0 + r1) + (r2 + r3), where the reference adds in rank order.
+# In its first steps AdamW divides a gradient by itself, which makes the smallest ones' rounding
+# visible.
 TWO_AXES = 2e-6
 
 SHARDINGS = ["hierarchical", "replicated"]

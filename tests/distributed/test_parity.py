@@ -1,8 +1,8 @@
 """Training with `sshsdp` equals plain training in one process on the same batches.
 
-The reference (`tests.support.training.train_plain`) runs each rank's micro-batches one after another
-and averages in rank order. That is the arithmetic of the sharded run, so most of these agree bit for
-bit; what is asserted beyond one rank is the promise: 1e-6 relative after 10 steps.
+The reference (`tests.support.training.train_plain`) runs each rank's micro-batches one after
+another and averages in rank order. That is the arithmetic of the sharded run, so most of these
+agree bit for bit; what is asserted beyond one rank is the promise: 1e-6 relative after 10 steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training with `sshsdp` equals training with FSDP2 on the same ranks, in fp32 and with bf16 compute."""
+"""Training with `sshsdp` equals training with FSDP2 on the same ranks, in fp32 and in bf16."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAIN = [subject.name for subject in SUBJECTS]
 
-# FSDP2 refuses, or fails on, the other oddities: 0-dimensional and non-contiguous parameters, a weight
-# shared over two units, side paths into a unit, objects that hide their tensors.
+# FSDP2 refuses, or fails on, the other oddities: 0-dimensional and non-contiguous parameters, a
+# weight shared over two units, side paths into a unit, objects that hide their tensors.
 ODD_FOR_BOTH = [
     "fewer rows than ranks",
     "called twice",
@@ -76,7 +76,7 @@ def test_training_equals_fsdp2_with(workers: Callable[[int], Any], way: str) -> 
 def test_bf16_compute_gives_the_losses_of_fsdp2_with_bf16_compute_and_fp32_reduction(
     workers: Callable[[int], Any], subject: str, micro_batches: int
 ) -> None:
-    """Both cast the same fp32 masters and sum gradients in fp32; kernels round to bf16 in between."""
+    """Both cast the same fp32 masters and sum gradients in fp32; in between, kernels round."""
     recipe = Recipe(subject=subject, micro_batches=micro_batches, dtype=torch.bfloat16, clip=1.0)
     ours, theirs = (workers(2).run(train, recipe)[0] for train in (train_sshsdp, train_fsdp2))
     bf16_step = 2.0**-8

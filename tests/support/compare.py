@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from tests.support.training import Outcome
 

@@ -46,7 +46,7 @@ class Subject:
         return self.batch(generator, rank)
 
 
-class seeded:  # noqa: N801  (reads as a word in a with statement)
+class seeded:
     """Run a block from a given seed and leave torch's generator as it was."""
 
     def __init__(self, seed: int) -> None:

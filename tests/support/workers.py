@@ -1,8 +1,8 @@
 """Worker processes that stay up while test after test runs on them.
 
-Importing torch takes seconds, making a gloo process group milliseconds. So the processes live as long
-as the test session, and every `WorkerPool.run` gets a process group of its own, of the size that it
-asks for. A run that fails or hangs ends the processes; the next one starts new ones.
+Importing torch takes seconds, making a gloo process group milliseconds. So the processes live as
+long as the test session, and every `WorkerPool.run` gets a process group of its own, of the size
+that it asks for. A run that fails or hangs ends the processes; the next one starts new ones.
 
 Example:
     >>> results = pool.run(2, torch.distributed.get_rank)  # doctest: +SKIP
@@ -215,8 +215,17 @@ def _serve(rank: int, connection: Connection, stacks: Path) -> None:
             except BaseException:
                 payload = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
             connection.send_bytes(payload)
-            gc.collect()
             sys.stdout.flush()
+            _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """End engines that a run has left open, and with them the threads of their process groups."""
+    # An autograd graph that was never run goes layer by layer.
+    while gc.collect():
+        pass
+    # What is alive now (imported modules, mostly) need not be looked at each time.
+    gc.freeze()
 
 
 def _run(job: _Job, rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""The main subjects: a decoder with tied embeddings, Llama, BERT and a convolutional net, all tiny."""
+"""The main subjects, all tiny: a decoder with tied embeddings, Llama, BERT, a convolutional net."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.subject import Subject
 
-__all__ = ["Decoder", "DecoderBlock", "SUBJECTS"]
+__all__ = ["SUBJECTS", "Decoder", "next_token_loss"]
 
 VOCABULARY, LENGTH, BATCH = 31, 6, 2
 
@@ -162,7 +162,7 @@ def build_bert() -> nn.Module:
     model = BertModel(config)
     for name, parameter in model.named_parameters():
         if name.endswith("key.bias"):
-            # Attention does not depend on it: its gradient is rounding noise, which Adam normalises.
+            # Attention does not depend on it: its gradient is rounding noise, and Adam would step.
             parameter.requires_grad_(False)
     return model
 

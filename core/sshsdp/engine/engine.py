@@ -304,15 +304,18 @@ class Engine(Checkpointing):
             space.rearrange(space.rearranged(order))
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients of backwards inside the context without reducing them.
 
         The unsharded gradients stay on this rank (in the reduce dtype) until a backward outside of
         the context reduces their sum. Gradients add up over micro-batches and are averaged over
         ranks.
+
+        Args:
+            enabled: False: backwards inside the context reduce, also within an outer `no_sync`.
         """
         before = self._schedule.is_synchronizing
-        self._schedule.is_synchronizing = False
+        self._schedule.is_synchronizing = not enabled
         try:
             yield
         finally:
@@ -409,12 +412,10 @@ class Engine(Checkpointing):
             return
         used = torch.tensor([slot.was_used for slot in slots], dtype=torch.int32)
         flags = used.to(self.topology.device)
-        pending = self.topology.world.all_reduce(flags, "used parameters", dist.ReduceOp.MAX)
-        # Without waiting where nothing can be unused: this rank used them all.
+        self.topology.world.all_reduce(flags, "used parameters", dist.ReduceOp.MAX).wait()
+        # Reading the flags stops the host; this rank used them all, so none can be unused.
         if bool(used.all()):
-            self._unread_flags = pending
             return
-        pending.wait()
         unused = {slot.name for slot, flag in zip(slots, flags.tolist(), strict=True) if not flag}
         for binding in self._bindings:
             binding.drop_unused(unused)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sshsdp.engine.parameter import SLOT_ATTRIBUTE, ShardedParameter
+from sshsdp.engine.parameter import SLOT_ATTRIBUTE, ShardedParameter, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,13 +66,7 @@ class GradientSlot:
         self._on_unwanted_gradient = on_unwanted_gradient
         if self.space.trainable:
             register: Any = self.parameter.register_post_accumulate_grad_hook
-            self._hook = register(self._take_gradient)
-
-    def _take_gradient(self, parameter: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                self.accept_gradient(gradient)
+            self._hook = register(_take_gradient)
 
     def has_reduced_gradient(self) -> bool:
         """Whether a reduced gradient waits in the update parameters."""
@@ -140,6 +134,16 @@ class GradientSlot:
         else:
             target.copy_(gradient)
             self.space.stats.gradient_copy_bytes += target.nbytes
+
+
+def _take_gradient(parameter: torch.Tensor) -> None:
+    # Finds the slot through the parameter: a hook that held the slot would hold the engine and its
+    # process groups for ever, as Python's collector does not see the hooks that torch keeps.
+    slot = slot_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and slot is not None:
+            slot.accept_gradient(gradient)
 
 
 class ParameterSlot(GradientSlot):
