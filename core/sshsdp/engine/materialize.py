@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from sshsdp.engine.parameter import ShardedParameter
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sshsdp.engine.slots import ParameterSlot
 
@@ -46,8 +49,25 @@ def materialize(
                 module._buffers[name] = torch.empty_like(buffer, device=device)
                 touched.append(module)
     for module in dict.fromkeys(touched):
-        with torch.no_grad():
+        with torch.no_grad(), _stand_ins(module, device):
             _initializer(model, module)()
+
+
+@contextlib.contextmanager
+def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
+    # A tied parameter may belong to a unit that is sharded by now, with its first value.
+    sharded = {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, ShardedParameter)
+    }
+    for name, parameter in sharded.items():
+        empty = torch.empty_like(parameter, device=device)
+        module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
 
 
 def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
