@@ -453,6 +453,11 @@ class Engine(Checkpointing):
             self._schedule.is_pinned = False
             self._schedule.free_all(spares_kept=not writes)
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether `unsharded` is in effect: forwards are not collective then."""
+        return self._schedule.is_pinned
+
     def close(self) -> None:
         """Remove all hooks and leave an ordinary model with whole parameters on every rank.
 
