@@ -31,9 +31,9 @@ def materialize(
 ) -> None:
     """Allocate the meta tensors that ``modules`` hold directly and initialise those modules.
 
-    A module is initialised by its ``reset_parameters()``, or by the ``_init_weights(module)`` of
-    the nearest enclosing module that has one (transformers' models). Parameter objects stay the
-    same.
+    A module is initialised by its ``reset_parameters()``, then by the ``_init_weights(module)`` of
+    the nearest enclosing module that has one (transformers' models), as far as they exist.
+    Parameter objects stay the same.
 
     Raises:
         ValueError: A module has meta tensors and no way to initialise them.
@@ -81,18 +81,24 @@ def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
 
 def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any]:
     reset = getattr(module, "reset_parameters", None)
-    if reset is not None:
-        initializer: Callable[[], Any] = reset
-        return initializer
     names = {inner: name for name, inner in model.named_modules()}
     name = names[module]
-    while True:
+    init_weights = None
+    while init_weights is None:
         init_weights = getattr(model.get_submodule(name), "_init_weights", None)
-        if init_weights is not None:
-            return lambda: init_weights(module)
         if not name:
             break
         name = name.rpartition(".")[0]
+    if reset is not None or init_weights is not None:
+
+        def initialize() -> None:
+            # The model's rule need not know every module: what it leaves out keeps the module's.
+            if reset is not None:
+                reset()
+            if init_weights is not None:
+                init_weights(module)
+
+        return initialize
     raise ValueError(
         f"module {names[module]!r} ({type(module).__name__}) has parameters or buffers on the "
         "meta device and "
