@@ -55,7 +55,7 @@ def count_ours(dtype: torch.dtype, micro_batches: int = 1) -> dict[str, Any]:
                 next_token_loss(model, torch.arange(LENGTH + 1).unsqueeze(0)).backward()
         _step(model, optimizer, clip)
     stats = engine.stats
-    runtime_shards = sum(space.runtime_shard.nbytes for space in engine.spaces)
+    runtime_shards = sum(space.runtime.shard_nbytes for space in engine.spaces)
     engine.close()
     return {
         "parameter_bytes": numel * dtype.itemsize,

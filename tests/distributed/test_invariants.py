@@ -81,7 +81,7 @@ def check_views() -> int:
         model, engine, _ = shard(recipe)
         world = dist.get_world_size()
         for space in engine.spaces:
-            assert space.layout.numel == world * space.runtime_shard.numel()
+            assert space.layout.numel == world * space.runtime.shard.numel()
         with engine.unsharded():
             for unit in engine.units:
                 num_checked += _check_gathered(unit)
@@ -103,10 +103,10 @@ def _check_in_forward(unit: Any, *_: Any) -> None:
 def _check_gathered(unit: Any) -> int:
     checked = 0
     for space in unit.spaces:
-        whole = space.gathered.flat
-        parts = [torch.empty_like(space.runtime_shard) for _ in range(dist.get_world_size())]
+        whole = space.runtime.gathered.flat
+        parts = [torch.empty_like(space.runtime.shard) for _ in range(dist.get_world_size())]
         if not torch.is_grad_enabled() or dist.get_world_size() == 1:
-            dist.all_gather(parts, space.runtime_shard)
+            dist.all_gather(parts, space.runtime.shard)
             assert _same_bits(torch.cat(parts), whole)
         for slot in space.slots:
             data = slot.parameter.detach()
@@ -136,7 +136,7 @@ def check_update_views(dtype: torch.dtype) -> list[bool]:
     """Whether the optimizer's tensors share memory with the runtime shard, per space."""
     _, engine, optimizer = shard(Recipe(subject="decoder", dtype=dtype))
     storages = {t.untyped_storage().data_ptr() for g in optimizer.param_groups for t in g["params"]}
-    return [space.runtime_shard.untyped_storage().data_ptr() in storages for space in engine.spaces]
+    return [space.runtime.shard.untyped_storage().data_ptr() in storages for space in engine.spaces]
 
 
 def test_with_one_dtype_the_update_parameters_are_views_of_the_runtime_shards(
@@ -239,7 +239,9 @@ def memory_after_each_phase(name: str, prefetch: int, reshard: bool) -> dict[str
 
 def _allocated(engine: sshsdp.Engine) -> int:
     """Bytes of gather outputs and gradient buffers."""
-    gathered = sum(space.gathered.flat.untyped_storage().nbytes() for space in engine.spaces)
+    gathered = sum(
+        space.runtime.gathered.flat.untyped_storage().nbytes() for space in engine.spaces
+    )
     return gathered + sum(space.gradient_bytes for space in engine.spaces)
 
 

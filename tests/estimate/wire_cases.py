@@ -127,7 +127,7 @@ def run(case: dict[str, object]) -> dict[str, object]:
         "peak_gathered": [stats.peak_gathered_bytes, memory.gathered_units],
         "peak_gradients": [stats.peak_gradient_bytes, memory.unsharded_gradients],
         "runtime_shards": [
-            sum(space.runtime_shard.nbytes for space in engine.spaces),
+            sum(space.runtime.shard_nbytes for space in engine.spaces),
             memory.runtime_shards,
         ],
         "masters": [

@@ -83,18 +83,18 @@ class CopyCounter(TorchDispatchMode):
 def count_copies() -> Iterator[CopyCounter]:
     """Count in the calling thread, which on CPU runs backward too."""
     counter = CopyCounter()
-    all_gather = Collectives.all_gather
+    all_gather = Collectives.all_gather_together
 
     def counted(self: Collectives, *args: Any, **kwargs: Any) -> Any:
         with counter.inside_collective():
             return all_gather(self, *args, **kwargs)
 
-    Collectives.all_gather = counted  # type: ignore[method-assign]
+    Collectives.all_gather_together = counted  # type: ignore[method-assign]
     try:
         with counter:
             yield counter
     finally:
-        Collectives.all_gather = all_gather  # type: ignore[method-assign]
+        Collectives.all_gather_together = all_gather  # type: ignore[method-assign]
 
 
 def _written(name: str, args: Any, kwargs: Any, result: Any) -> int:

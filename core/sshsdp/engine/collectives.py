@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["CollectiveRecord", "Collectives", "Pending", "WireBytes"]
+__all__ = ["CollectiveRecord", "Collectives", "GatherPart", "Pending", "WireBytes"]
+
+# The output of an all-gather and this rank's shard, both 1-D.
+GatherPart = tuple[torch.Tensor, torch.Tensor]
 
 _native_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -100,24 +103,42 @@ class Collectives:
         self._point_to_point = (
             device.type == "cpu" and "gloo" in str(dist.get_backend(group)) and not native
         )
+        # gloo has no group of all-gathers of different dtypes.
+        self._coalesces = device.type == "cuda"
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
         """Write the concatenation of all ranks' ``shard`` (1-D) into ``output``.
 
         ``shard`` may be this rank's own slot of ``output``.
         """
-        self._count("all_gather", label, output, output.nbytes - shard.nbytes)
-        if self.size == 1:
-            if output.data_ptr() != shard.data_ptr():
-                output.copy_(shard)
-            return Pending([])
-        if not self._point_to_point:
-            work = _native_all_gather(output, shard, group=self.group, async_op=True)
-            return Pending([work])
-        slots = output.view(self.size, -1)
-        if slots[self.rank].data_ptr() != shard.data_ptr():
-            slots[self.rank].copy_(shard)
-        return Pending(self._exchange(lambda peer: shard, lambda peer: slots[peer]))
+        return self.all_gather_together([(output, shard)], label)
+
+    def all_gather_together(self, parts: Sequence[GatherPart], label: str) -> Pending:
+        """Several all-gathers, issued as one group where the backend can."""
+        for output, shard in parts:
+            self._count("all_gather", label, output, output.nbytes - shard.nbytes)
+        if self.size > 1 and not self._point_to_point:
+            return Pending(self._native_all_gathers(parts))
+        outputs = [output.view(self.size, -1) for output, _ in parts]
+        shards = [shard for _, shard in parts]
+        for output, shard in zip(outputs, shards, strict=True):
+            if output[self.rank].data_ptr() != shard.data_ptr():
+                output[self.rank].copy_(shard)
+        return Pending(
+            self._exchange(lambda peer: shards, lambda peer: [slots[peer] for slots in outputs])
+        )
+
+    def _native_all_gathers(self, parts: Sequence[GatherPart]) -> list[dist.Work]:
+        if len(parts) == 1 or not self._coalesces:
+            return [
+                _native_all_gather(output, shard, group=self.group, async_op=True)
+                for output, shard in parts
+            ]
+        with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as manager:
+            for output, shard in parts:
+                _native_all_gather(output, shard, group=self.group, async_op=True)
+        works: list[dist.Work] = manager.works
+        return works
 
     def reduce_scatter(
         self, source: torch.Tensor, label: str, finish: Callable[[torch.Tensor], None]
@@ -136,7 +157,7 @@ class Collectives:
             work = _native_reduce_scatter(output, source, group=self.group, async_op=True)
             return Pending([work], lambda: finish(output))
         received = {peer: torch.empty_like(slots[peer]) for peer in self._peers}
-        works = self._exchange(lambda peer: slots[peer], lambda peer: received[peer])
+        works = self._exchange(lambda peer: [slots[peer]], lambda peer: [received[peer]])
 
         def sum_in_rank_order() -> None:
             # Floating-point sums depend on their order: rank order is the same on every run. The
@@ -179,18 +200,16 @@ class Collectives:
 
     def _exchange(
         self,
-        outgoing: Callable[[int], torch.Tensor],
-        incoming: Callable[[int], torch.Tensor],
+        outgoing: Callable[[int], Sequence[torch.Tensor]],
+        incoming: Callable[[int], Sequence[torch.Tensor]],
     ) -> list[dist.Work]:
-        operations = []
-        for peer in self._peers:
-            operations.append(
-                dist.P2POp(dist.isend, outgoing(peer), group=self.group, group_peer=peer)
-            )
-            operations.append(
-                dist.P2POp(dist.irecv, incoming(peer), group=self.group, group_peer=peer)
-            )
-        return dist.batch_isend_irecv(operations)
+        operations = [
+            dist.P2POp(direction, tensor, group=self.group, group_peer=peer)
+            for peer in self._peers
+            for sent, received in zip(outgoing(peer), incoming(peer), strict=True)
+            for direction, tensor in ((dist.isend, sent), (dist.irecv, received))
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _count(self, kind: str, label: str, whole: torch.Tensor, received: int) -> None:
         self.wire.add(f"{self.axis}/{kind}", received)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from sshsdp.engine.parameter import slot_of
+from sshsdp.engine.runtime_side import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
         weight_slot, bias_slot = ctx.slots
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Reached without the unit's output hook (a side output): the weight may be freed.
-        weight_slot.unit.wait()
+        weight_slot.unit.wait(Reads.BACKWARD)
         flat_grad = grad.reshape(-1, grad.shape[-1])
         flat_inputs = inputs.reshape(-1, inputs.shape[-1])
         grad_inputs = grad.matmul(weight) if needs_input else None

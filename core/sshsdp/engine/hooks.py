@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from sshsdp.engine.runtime_side import Reads
 from sshsdp.engine.unit import UnitState
 
 if TYPE_CHECKING:
@@ -116,7 +117,11 @@ class ModuleHooks:
 
     def _hook_holders(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling() and unit.state is not UnitState.GATHERED:
+            if torch.compiler.is_compiling():
+                return
+            if _is_in_backward():
+                self._schedule.note_recomputation(unit)
+            if unit.state is not UnitState.GATHERED or not unit.has(Reads.FORWARD):
                 self._gather_out_of_turn(unit)
 
         holders = [module for slot in unit.slots for module, _ in slot.holders]
@@ -125,9 +130,14 @@ class ModuleHooks:
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def _gather_out_of_turn(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERED:
+            # Gathered for a backward that turns out to run a part of the forward again.
+            unit.wait(Reads.FORWARD)
+            return
         # No output is hooked here, so nothing would bring the parameters back in backward.
-        unit.wait()
-        unit.kept_for_backward |= torch.is_grad_enabled()
+        has_grad = torch.is_grad_enabled()
+        unit.wait(Reads.BOTH if has_grad else Reads.FORWARD)
+        unit.kept_for_backward |= has_grad
         self._schedule.note_peaks()
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
@@ -160,7 +170,9 @@ class ModuleHooks:
             pass_id = schedule.pass_id
             for tensor in _differentiable(leaves):
                 _call_before_backward(tensor, lambda _: schedule.before_backward(unit, pass_id))
-            unit.kept_for_backward |= any(_is_opaque(leaf) for leaf in leaves)
+            if any(_is_opaque(leaf) for leaf in leaves):
+                unit.kept_for_backward = True
+                unit.gather(Reads.BOTH)
         if not _is_in_backward():
             schedule.after_forward(unit)
 

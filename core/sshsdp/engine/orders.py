@@ -15,22 +15,39 @@ __all__ = ["Orders", "merge_sequences"]
 
 
 class Orders:
-    """The orders in which units are gathered in forward and backward, and reduced."""
+    """The orders in which units are gathered in forward and backward, and reduced.
 
-    def __init__(self, forward: list[Unit], backward: list[Unit], reduction: list[Unit]) -> None:
-        """Take three orders of the same units."""
+    Attributes:
+        forward: Gathers in forward.
+        backward: Gathers in backward.
+        reduction: Reductions.
+        recomputed: The units whose forward backward runs again.
+    """
+
+    def __init__(
+        self,
+        forward: list[Unit],
+        backward: list[Unit],
+        reduction: list[Unit],
+        recomputed: list[Unit],
+    ) -> None:
+        """Take three orders of the same units, and those that are recomputed."""
         self.forward = forward
         self.backward = backward
         self.reduction = reduction
+        self.recomputed = recomputed
 
     def __iter__(self) -> Iterator[list[Unit]]:
-        """Forward, backward, reduction."""
-        return iter((self.forward, self.backward, self.reduction))
+        """Forward, backward, reduction, recomputed."""
+        return iter((self.forward, self.backward, self.reduction, self.recomputed))
 
     @classmethod
     def of_registration(cls, units: Sequence[Unit]) -> Orders:
-        """Units as the model registers them, root first; backwards in backward."""
-        return cls(list(units), list(reversed(units)), list(reversed(units)))
+        """Units as the model registers them, root first; backwards in backward.
+
+        All pass for recomputed.
+        """
+        return cls(list(units), list(reversed(units)), list(reversed(units)), list(units))
 
     @classmethod
     def merged(cls, units: Sequence[Unit], seen: Sequence[Sequence[Sequence[int]]]) -> Orders:
@@ -38,7 +55,8 @@ class Orders:
 
         Args:
             units: All units.
-            seen: For every rank, the indices of the units seen in forward, backward and reduction.
+            seen: For every rank, the indices of the units seen in forward, backward, reduction and
+                recomputation.
         """
         default = list(range(len(units)))
         forward = merge_sequences(default, [by_rank[0] for by_rank in seen])
@@ -46,10 +64,12 @@ class Orders:
         reduction = merge_sequences(default[::-1], [by_rank[2] for by_rank in seen])
         # Frozen units in front of the first trainable one need no gather in backward.
         reached = {index for by_rank in seen for index in by_rank[1]}
+        recomputed = {index for by_rank in seen for index in by_rank[3]}
         return cls(
             [units[index] for index in forward],
             [units[i] for i in backward if i in reached or units[i].trainable_spaces],
             [units[index] for index in reduction],
+            [units[i] for i in default if i in recomputed or i not in reached],
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.autograd import Variable
 
 from sshsdp.engine.orders import Orders
+from sshsdp.engine.runtime_side import Reads
 from sshsdp.engine.unit import UnitState
 
 if TYPE_CHECKING:
@@ -37,13 +38,17 @@ class _Walk:
     """One pass over the units in a fixed order.
 
     Attributes:
+        reads: What a unit is gathered for.
         frees_gathered: Passing over an unused unit frees it even if it was gathered before the walk
             came to it. True in backward, where the ranks that use the unit free it after its turn.
         ahead: Units whose turn has begun and that were not used yet.
     """
 
-    def __init__(self, order: list[Unit], *, frees_gathered: bool) -> None:
+    def __init__(
+        self, order: list[Unit], reads: Callable[[Unit], Reads], *, frees_gathered: bool
+    ) -> None:
         self.order = order
+        self.reads = reads
         self.frees_gathered = frees_gathered
         self.position = {unit: index for index, unit in enumerate(order)}
         self.next = len(order)
@@ -52,8 +57,9 @@ class _Walk:
     def start(self, num_ahead: int) -> None:
         """Start gathering the next units before they are needed."""
         for unit in self.order[self.next : self.next + num_ahead]:
-            if unit.state is UnitState.SHARDED or self.frees_gathered:
-                unit.gather()
+            reads = self.reads(unit)
+            if not unit.has(reads) or self.frees_gathered:
+                unit.gather(reads)
                 self.ahead.append(unit)
             self.next += 1
 
@@ -65,7 +71,7 @@ class _Walk:
         if unit in self.ahead:
             self.ahead.remove(unit)
         self.drop_ahead(position, may_free)
-        unit.wait()
+        unit.wait(self.reads(unit))
         if 0 <= position < self.next:
             self.start(max(position + 1 + prefetch - self.next, 0))
 
@@ -87,6 +93,11 @@ class _Walk:
 def _queue_callback(callback: Callable[[], None]) -> None:
     """Call back at the end of the running backward (the inner one, in a reentrant checkpoint)."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def _backward_reads(unit: Unit) -> Reads:
+    # A unit that only some ranks recompute is gathered for both on all of them.
+    return Reads.BOTH if unit.recomputes else Reads.BACKWARD
 
 
 def _may_free_in_backward(unit: Unit) -> bool:
@@ -132,7 +143,7 @@ class Schedule:
         self._agree_on_orders = agree_on_orders
         self._on_reduced = on_reduced
         self._use(Orders.of_registration(self.units))
-        self._seen: Orders | None = Orders([], [], [])
+        self._seen: Orders | None = Orders([], [], [], [])
         self._agreed: Orders | None = None
         self._pass_depth = 0
         self._pass_has_grad = False
@@ -143,10 +154,12 @@ class Schedule:
         self._gradients_unwanted = False
 
     def _use(self, orders: Orders) -> None:
-        self._forward = _Walk(orders.forward, frees_gathered=False)
+        for unit in self.units:
+            unit.recomputes = unit in orders.recomputed
+        self._forward = _Walk(orders.forward, self._forward_reads, frees_gathered=False)
         # The root stays gathered from forward on, and its backward begins before all others.
         backward = [unit for unit in orders.backward if not unit.is_root]
-        self._backward = _Walk(backward, frees_gathered=True)
+        self._backward = _Walk(backward, _backward_reads, frees_gathered=True)
         self._reduction = [unit for unit in orders.reduction if unit.trainable_spaces]
         # The last unit of forward is the first of backward: freeing it would gather it twice in a
         # row.
@@ -154,6 +167,11 @@ class Schedule:
         self._turning_point = first if first is orders.forward[-1] else None
 
     # Forward
+
+    def _forward_reads(self, unit: Unit) -> Reads:
+        has_grad = torch.is_grad_enabled() or (self._pass_depth > 0 and self._pass_has_grad)
+        stays = unit.is_root or not self._reshard_after_forward
+        return Reads.BOTH if has_grad and stays else Reads.FORWARD
 
     def open_pass(self) -> None:
         """The root module's forward begins."""
@@ -184,6 +202,7 @@ class Schedule:
         if unit.state is UnitState.GATHERED and self.is_pinned:
             return
         if is_recompute:
+            self.note_recomputation(unit)
             self._advance_backward(unit)
         else:
             self._note(unit, "forward")
@@ -191,6 +210,11 @@ class Schedule:
         if self._pass_has_grad and not torch.is_grad_enabled() and not is_recompute:
             unit.num_expected_recomputes += 1
         self.note_peaks()
+
+    def note_recomputation(self, unit: Unit) -> None:
+        """Backward runs (a part of) the unit's forward again."""
+        unit.recomputes = True
+        self._note(unit, "recomputed")
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit, if the policy says so."""
@@ -353,9 +377,9 @@ class Schedule:
     def gather_all(self) -> None:
         """Gather every unit."""
         for unit in self.units:
-            unit.gather()
+            unit.gather(Reads.BOTH)
         for unit in self.units:
-            unit.wait()
+            unit.wait(Reads.BOTH)
         self.note_peaks()
 
     # Notes

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from sshsdp.engine.buffers import FlatBuffer
-from sshsdp.engine.collectives import Pending
+from sshsdp.engine.runtime_side import DenseSide
 from sshsdp.engine.slots import PackSlot
 from sshsdp.layout.planner import RegionRequest, plan_address_space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from sshsdp.engine.collectives import GatherPart, Pending
+    from sshsdp.engine.runtime_side import Reads, RuntimeSide
     from sshsdp.engine.slots import ParameterSlot
     from sshsdp.engine.topology import Topology
     from sshsdp.layout.address_space import AddressSpace
@@ -93,7 +95,14 @@ class UpdateTensor:
 
 
 class ShardedSpace:
-    """The tensors of one address space of a unit on this rank."""
+    """The tensors of one address space of a unit on this rank.
+
+    Attributes:
+        runtime: Runtime shard and gather output, in the runtime format.
+        update_shard: Masters.
+    """
+
+    runtime: RuntimeSide
 
     def __init__(
         self,
@@ -119,36 +128,28 @@ class ShardedSpace:
         self.stats = stats
         self.update_tensors: list[UpdateTensor] = []
         self._reducing: Pending | None = None
-        self._replicas_are_stale = False
         self.packs = [PackSlot(members, self) for members in packs]
         self.place(layout, slots)
 
     def place(self, layout: AddressSpace, slots: Sequence[ParameterSlot]) -> None:
         """Take a layout: make the shards and the gather output, and point parameters into it."""
-        topology, device = self.topology, self.topology.device
         self.layout = layout
         self.slots = [*sorted(slots, key=lambda slot: layout.by_name[slot.name].start)]
-        self.runtime_shard = torch.empty(
-            layout.shard_numel, dtype=self.runtime_dtype, device=device
-        )
-        numel = layout.shard_numel // topology.num_update_slices
-        self.update_start = topology.update_slice * numel
+        runtime = DenseSide(layout, self.runtime_dtype, self.topology)
+        self.runtime = runtime
+        self.update_start = runtime.slice_start
         if self.is_shared:
-            self.update_shard = self.runtime_shard[self.update_start : self.update_start + numel]
+            self.update_shard = runtime.slice
         else:
+            numel = runtime.slice_stop - runtime.slice_start
             self.update_shard = self._host_or_device_buffer(numel, self.update_dtype)
-        self.gathered = (
-            FlatBuffer.over(self.runtime_shard)
-            if topology.num_shards == 1
-            else FlatBuffer(layout.numel, self.runtime_dtype, device)
-        )
         self._gradient: FlatBuffer | None = None
         for slot in self.slots:
             slot.space, slot.region = self, layout.by_name[slot.name]
-            slot.adopt(self.gathered.view(slot.region.start, slot.region.shape, slot.region.stride))
+            slot.adopt(runtime.view(slot.region.start, slot.region.shape, slot.region.stride))
         for pack in self.packs:
-            pack.adopt(self.gathered.view(*pack.place))
-        self.gathered.free()
+            pack.adopt(runtime.view(*pack.place))
+        runtime.free()
 
     def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
         """A layout in which parameters with a lower ``order`` come first, as far as packs allow."""
@@ -187,44 +188,31 @@ class ShardedSpace:
 
     def runtime_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """This rank's pieces of the parameters, each with its 1-D view of the runtime shard."""
+        shard = self.runtime.values()
         for piece in self.layout.pieces(*self.layout.shard_range(self.topology.gather.rank)):
-            yield piece, self.runtime_shard[piece.offset : piece.offset + piece.numel]
+            yield piece, shard[piece.offset : piece.offset + piece.numel]
 
     # Runtime side
 
-    def gather(self) -> Pending:
-        """Start gathering the runtime parameters. Receives (S - 1) / S of them from the peers."""
-        self.gathered.allocate()
-        if self.topology.num_shards == 1:
-            self.refresh_replicas()
-            return Pending([])
-        self.refresh_replicas()
-        return self.topology.gather.all_gather(
-            self.gathered.flat, self.runtime_shard, self.unit_name
-        )
+    def parts_to_gather(self, reads: Reads) -> list[GatherPart]:
+        """What has to be gathered before the parameters can be read, allocated and up to date."""
+        self.refresh_replicas(reads)
+        return self.runtime.parts_to_gather(reads)
 
-    def refresh_replicas(self) -> None:
+    def refresh_replicas(self, reads: Reads) -> None:
         """Bring the slices that other replicas updated into the runtime shard, in its format."""
-        if self._replicas_are_stale:
-            self._replicas_are_stale = False
-            mine = self._update_part(self.runtime_shard)
-            self.topology.replicate.all_gather(self.runtime_shard, mine, self.unit_name).wait()
+        parts = self.runtime.parts_to_refresh(reads)
+        if parts:
+            self.topology.replicate.all_gather_together(parts, self.unit_name).wait()
 
     def publish(self) -> None:
         """Write the update shard into the runtime shard, in the runtime format."""
         if not self.trainable:
             return
         if not self.is_shared:
-            target = self._update_part(self.runtime_shard)
             with torch.no_grad():
-                source = self.update_shard
-                if self.topology.is_offloaded:
-                    # Cast on the host: fewer bytes go up.
-                    source = self._host_or_device_buffer(source.numel(), self.runtime_dtype)
-                    source.copy_(self.update_shard)
-                target.copy_(source, non_blocking=True)
-            self.stats.publish_bytes += target.nbytes
-        self._replicas_are_stale = self.topology.num_update_slices > 1
+                self.stats.publish_bytes += self.runtime.publish(self.update_shard)
+        self.runtime.mark_replicas_stale()
 
     # Whole values, for construction, checkpoints and new layouts
 
@@ -258,7 +246,7 @@ class ShardedSpace:
                 self.update_shard.copy_(self._update_part(shard))
                 self.publish()
             else:
-                self.runtime_shard.copy_(shard)
+                self.runtime.write(shard)
 
     def collect(self, source: torch.Tensor | None = None) -> torch.Tensor:
         """All values in address space order: masters, or runtime values of frozen parameters.
@@ -268,7 +256,7 @@ class ShardedSpace:
         """
         topology, layout = self.topology, self.layout
         if source is None:
-            source = self.update_shard if self.trainable else self.runtime_shard
+            source = self.update_shard if self.trainable else self.runtime.values()
         source = source.to(topology.device)
         if self.trainable and topology.num_update_slices > 1:
             shard = torch.empty(layout.shard_numel, dtype=source.dtype, device=source.device)
@@ -299,13 +287,14 @@ class ShardedSpace:
         """
         start, stop = self.update_range
         with torch.no_grad():
-            runtime = self.gathered.flat[start:stop].to(self.topology.update_device)
+            written = self.runtime.written_values()
+            runtime = written[start:stop].to(self.topology.update_device)
             if not self.trainable:
-                self.take(self.gathered.flat)
+                self.take(written)
             elif self.is_shared:
                 self.update_shard.copy_(runtime)
             else:
-                is_changed = runtime != self.update_shard.to(self.runtime_dtype)
+                is_changed = runtime != self.runtime.published(self.update_shard)
                 changed = runtime.to(self.update_dtype)
                 self.update_shard.copy_(torch.where(is_changed, changed, self.update_shard))
             self.publish()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from sshsdp.engine.runtime_side import Reads
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -36,7 +38,10 @@ class Unit:
     Attributes:
         name: FQN of its module, ``"<root>"`` for the model itself.
         module: The module whose forward gathers and frees it.
-        spaces: One address space for each runtime dtype and trainability.
+        spaces: One address space for each runtime format and trainability.
+        reads: What the gathered parameters are good for (or will be, while `GATHERING`).
+        recomputes: Backward runs this unit's forward again (activation checkpointing), on some
+            rank; true until it is known.
         num_pending_backwards: Forward calls whose backward has not come yet.
         num_expected_recomputes: Forward calls without grad inside a forward with grad (reentrant
             activation checkpointing): their recomputation will come in backward.
@@ -54,6 +59,8 @@ class Unit:
         self.spaces = spaces
         self.is_root = is_root
         self.state = UnitState.SHARDED
+        self.reads = Reads.NOTHING
+        self.recomputes = True
         self.num_pending_backwards = 0
         self.num_expected_recomputes = 0
         self.kept_for_backward = False
@@ -80,18 +87,33 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters that are allocated now."""
-        return 0 if self.state is UnitState.SHARDED else sum(s.gathered.nbytes for s in self.spaces)
+        if self.state is UnitState.SHARDED:
+            return 0
+        return sum(space.runtime.gathered_nbytes for space in self.spaces)
 
-    def gather(self) -> None:
-        """Start gathering."""
-        if self.state is not UnitState.SHARDED:
+    def has(self, reads: Reads) -> bool:
+        """Whether the parameters are gathered for this, or on their way."""
+        return self.state is not UnitState.SHARDED and reads in self.reads
+
+    def gather(self, reads: Reads) -> None:
+        """Start gathering what is not there yet, in one group of collectives.
+
+        Receives (S - 1) / S of the runtime bytes from the peers.
+        """
+        if self.has(reads):
             return
+        if not any(space.runtime.splits_reads for space in self.spaces):
+            reads = Reads.BOTH
         self.state = UnitState.GATHERING
-        self._gathers = [space.gather() for space in self.spaces]
+        self.reads |= reads
+        parts = [part for space in self.spaces for part in space.parts_to_gather(reads)]
+        if parts:
+            gather = self.spaces[0].topology.gather
+            self._gathers.append(gather.all_gather_together(parts, self.name))
 
-    def wait(self) -> None:
+    def wait(self, reads: Reads) -> None:
         """Have the parameters, gathering them if nobody started to."""
-        self.gather()
+        self.gather(reads)
         if self.state is UnitState.GATHERED:
             return
         for pending in self._gathers:
@@ -105,12 +127,13 @@ class Unit:
         """Give the gathered parameters back."""
         if self.state is UnitState.SHARDED:
             return
-        self.wait()
+        self.wait(self.reads)
         for space in self.spaces:
-            space.gathered.free()
+            space.runtime.free()
         for slot in (*self.slots, *self.packs):
             slot.hide()
         self.state = UnitState.SHARDED
+        self.reads = Reads.NOTHING
 
     def forget_calls(self) -> None:
         """Drop what was noted of forward calls."""
