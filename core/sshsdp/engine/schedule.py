@@ -7,6 +7,10 @@ as the order of registration; after the first backward, the orders in which the 
 the units are merged into one (`orders`). It never decides *whether* a unit with trainable
 parameters takes part.
 
+No rank waits for what its peers cannot send yet. Before it waits for a gather, a rank reduces all
+that is due; and while its backward runs, it waits only for reductions of units that it used itself:
+those of skipped units run ahead of its peers, which may need a later gather before they join in.
+
 Forward walks through the units once per call of the root module, backward once per such call whose
 graph is reached. Units called out of turn (a second time, or outside of the root module) are
 gathered on demand, which all ranks must then do alike.
@@ -100,10 +104,6 @@ def _backward_reads(unit: Unit) -> Reads:
     return Reads.BOTH if unit.recomputes else Reads.BACKWARD
 
 
-def _may_free_in_backward(unit: Unit) -> bool:
-    return not unit.kept_for_backward
-
-
 class Schedule:
     """Drives the units through forward and backward; the hooks in `hooks` call it.
 
@@ -151,6 +151,8 @@ class Schedule:
         self._swept_pass: int | None = None
         self._num_reduced = 0
         self._in_flight: list[Unit] = []
+        self._entered: set[Unit] = set()
+        self._num_open_passes = 0
         self._gradients_unwanted = False
 
     def _use(self, orders: Orders) -> None:
@@ -185,6 +187,7 @@ class Schedule:
             self._agreed = None
         self.pass_id += 1
         self._pass_has_grad = torch.is_grad_enabled()
+        self._num_open_passes += self._pass_has_grad
         self._forward.next = 0
 
     def close_pass(self) -> None:
@@ -203,7 +206,7 @@ class Schedule:
             return
         if is_recompute:
             self.note_recomputation(unit)
-            self._advance_backward(unit)
+            self._enter(unit)
         else:
             self._note(unit, "forward")
             self._forward.advance_to(unit, self._prefetch, self._may_free_after_forward)
@@ -259,15 +262,23 @@ class Schedule:
         self._note(unit, "backward")
         if self._swept_pass != pass_id:
             if self._swept_pass is not None:
-                self._backward.finish(_may_free_in_backward)
+                self._backward.finish(self._may_free_in_backward)
             self._swept_pass = pass_id
             self._backward.next = 0
-        self._advance_backward(unit)
+        self._enter(unit)
         self.note_peaks()
 
-    def _advance_backward(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit) -> None:
+        self._entered.add(unit)
+        if self.is_synchronizing and self._in_backward:
+            self._reduce_due_units(self._backward.position.get(unit, -1))
         if not self.is_pinned:
-            self._backward.advance_to(unit, self._prefetch, _may_free_in_backward)
+            self._backward.advance_to(unit, self._prefetch, self._may_free_in_backward)
+
+    def _may_free_in_backward(self, unit: Unit) -> bool:
+        # One whose backward may come late is not gathered a second time, which no peer would join.
+        is_awaited = unit.num_pending_backwards > 0 and unit not in self._entered
+        return not (unit.kept_for_backward or is_awaited)
 
     def after_backward(self, unit: Unit, *, is_certain: bool = True) -> None:
         """The backward of one of the unit's calls is over: free it, and reduce what is complete.
@@ -293,12 +304,21 @@ class Schedule:
         if not self.is_pinned and not unit.is_root and not unit.kept_for_backward:
             unit.free()
         if self.is_synchronizing:
-            self._reduce_complete_units()
+            self._reduce_due_units()
 
-    def _reduce_complete_units(self) -> None:
+    def _reduce_due_units(self, position: int = -1) -> None:
+        """Reduce, in order, what is complete or was passed over by the unit at ``position``.
+
+        A unit whose output did not reach the loss gets no gradient, though its forward ran.
+        """
         while self._num_reduced < len(self._reduction):
             unit = self._reduction[self._num_reduced]
-            if not unit.is_complete or unit.is_root:
+            is_passed_over = (
+                self._num_open_passes == 1
+                and unit not in self._entered
+                and self._backward.position.get(unit, position) < position
+            )
+            if unit.is_root or not (unit.is_complete or is_passed_over):
                 return
             self._reduce(unit)
             self._num_reduced += 1
@@ -310,20 +330,20 @@ class Schedule:
             while self._backward.next <= position:
                 self._backward.start(1)
         self.note_peaks()
-        self._finish_reductions()
+        self._finish_reductions(lambda earlier: earlier in self._entered)
         for space in unit.trainable_spaces:
             space.reduce()
         self._in_flight.append(unit)
 
-    def _finish_reductions(self) -> None:
-        for unit in self._in_flight:
+    def _finish_reductions(self, is_wanted: Callable[[Unit], bool] = lambda _: True) -> None:
+        for unit in [unit for unit in self._in_flight if is_wanted(unit)]:
             for space in unit.trainable_spaces:
                 space.finish_reduction()
-        self._in_flight.clear()
+            self._in_flight.remove(unit)
 
     def _end_backward(self) -> None:
         if not self.is_pinned:
-            self._backward.finish(_may_free_in_backward)
+            self._backward.finish(self._may_free_in_backward)
         if self.is_synchronizing and self._has_gradients():
             for unit in self._reduction[self._num_reduced :]:
                 self._reduce(unit)
@@ -347,6 +367,8 @@ class Schedule:
     def _close_backward(self) -> None:
         self._in_backward = False
         self._swept_pass = None
+        self._entered.clear()
+        self._num_open_passes = 0
         for unit in self.units:
             unit.forget_calls()
         self.free_all()
