@@ -9,6 +9,7 @@ Example:
 from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.layout.optimization_units import OptimizationUnit, Split
 from sshsdp.optim.granularity import register_optimizer
 from sshsdp.packs import Pack, find_packs
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
@@ -17,8 +18,10 @@ from sshsdp.stats import Stats
 __all__ = [
     "DenseFormat",
     "Engine",
+    "OptimizationUnit",
     "Pack",
     "RuntimePolicy",
+    "Split",
     "Stats",
     "UpdateParameter",
     "UpdatePolicy",

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.layout.optimization_units import Split
 from sshsdp.packs import Pack
 
 __all__ = ["RuntimePolicy", "UpdatePolicy"]
@@ -59,6 +60,11 @@ class UpdatePolicy:
         dtype: Master dtype of trainable parameters. ``None`` keeps each parameter's runtime dtype.
         reduce_dtype: Dtype in which gradients are summed over ranks. ``None`` takes the master
             dtype. Gradients are averaged: divided by the number of ranks.
+        splits: Name pattern (globs as in ``RuntimePolicy.formats``, the first match wins) to
+            `sshsdp.Split`: how a parameter that holds several matrices is cut into the units that
+            matrix optimizers work on. The rest is cut as its structure tells: experts apart, known
+            fused projections into their parts, convolutions seen as matrices. Elementwise
+            optimizers and checkpoints know nothing of it.
         sharding: On a 2-D mesh, ``"hierarchical"`` divides optimizer state over all R * S ranks,
             ``"replicated"`` (classic HSDP) over the S ranks of the ``shard`` axis only.
         device: ``"cpu"`` keeps masters, reduced gradients and optimizer state on the host:
@@ -68,6 +74,7 @@ class UpdatePolicy:
 
     dtype: torch.dtype | None = torch.float32
     reduce_dtype: torch.dtype | None = torch.float32
+    splits: Mapping[str, Split] = field(default_factory=dict)
     sharding: Literal["hierarchical", "replicated"] = "hierarchical"
     device: Literal["cpu"] | None = None
 
@@ -76,6 +83,12 @@ class UpdatePolicy:
             value = getattr(self, name)
             if value is not None and not value.is_floating_point:
                 raise ValueError(f"UpdatePolicy.{name} must be a floating-point dtype, got {value}")
+        for pattern, split in self.splits.items():
+            if not isinstance(split, Split):
+                raise TypeError(
+                    f"UpdatePolicy.splits[{pattern!r}] must be a sshsdp.Split such as "
+                    f"sshsdp.Split.equal(2), got {split!r}"
+                )
         if self.sharding not in ("hierarchical", "replicated"):
             raise ValueError(
                 "UpdatePolicy.sharding must be 'hierarchical' or 'replicated', "

@@ -554,6 +554,15 @@ def shard_unknown_format() -> None:
     shard_with(**_runtime(formats={"*.no_such": sshsdp.DenseFormat(torch.float32)}))
 
 
+def shard_unknown_split() -> None:
+    shard_with(update=sshsdp.UpdatePolicy(splits={"*.no_such": sshsdp.Split.equal(2)}))
+
+
+def shard_unfit_split() -> None:
+    splits = {"blocks.0.linear.weight": sshsdp.Split.sizes(3, 4)}
+    shard_with(update=sshsdp.UpdatePolicy(splits=splits))
+
+
 def shard_unknown_unit() -> None:
     shard_with(units=("blocks.*", "layers.*"))
 
@@ -570,6 +579,8 @@ def shard_unknown_pack() -> None:
     ("case", "expected"),
     [
         (shard_unknown_format, "formats: the pattern '*.no_such' matches no name"),
+        (shard_unknown_split, "splits: the pattern '*.no_such' matches no name"),
+        (shard_unfit_split, "parameter 'blocks.0.linear.weight' of shape (8, 8): the parts (3, 4)"),
         (shard_unknown_unit, "units: the pattern 'layers.*' matches no name"),
         (shard_unknown_unit_class, "units: the model has no module of class Conv2d"),
         (shard_unknown_pack, "Pack('linear.weight', 'gate.weight'): no module of the model"),
@@ -732,6 +743,7 @@ def test_a_refused_shard_leaves_the_model_as_it_was(
         (lambda: sshsdp.RuntimePolicy(dtype=torch.int8), "floating-point dtype, got torch.int8"),
         (lambda: sshsdp.RuntimePolicy(prefetch=-1), "prefetch must be 0 or more, got -1"),
         (lambda: sshsdp.RuntimePolicy(formats={"*": torch.float32}), "must be a runtime format"),
+        (lambda: sshsdp.UpdatePolicy(splits={"*": 2}), "must be a sshsdp.Split"),
         (lambda: sshsdp.UpdatePolicy(dtype=torch.int32), "UpdatePolicy.dtype"),
         (lambda: sshsdp.UpdatePolicy(reduce_dtype=torch.bool), "UpdatePolicy.reduce_dtype"),
         (lambda: sshsdp.UpdatePolicy(sharding="none"), "'hierarchical' or 'replicated'"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import sshsdp
@@ -218,13 +219,17 @@ class Ensemble(nn.Module):
         return sum(outputs[index].square().mean() for index in counts)
 
 
-def train_ensemble(seed: int) -> float:
+def train_ensemble(seed: int, mesh: tuple[int, int] | None = None) -> float:
     """Largest difference from plain torch; ranks run and count units of their own choice."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with seeded(1):
         plain = Ensemble()
     sharded = copy.deepcopy(plain)
-    engine = sshsdp.shard(sharded, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    device_mesh = None
+    if mesh is not None:
+        device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    policy = sshsdp.RuntimePolicy(dtype=torch.float32)
+    engine = sshsdp.shard(sharded, device_mesh, runtime=policy)
     optimizer = engine.attach(torch.optim.SGD(sharded.parameters(), lr=0.1))
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     choice = random.Random(seed)
@@ -246,3 +251,10 @@ def test_ranks_may_run_and_count_units_of_their_own_choice(
     workers: Callable[[int], Any], seed: int
 ) -> None:
     assert max(workers(3).run(train_ensemble, seed)) <= 1e-6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_of_a_two_dimensional_mesh_may_do_so_too(
+    workers: Callable[[int], Any], seed: int
+) -> None:
+    assert max(workers(4).run(train_ensemble, seed, (2, 2))) <= 1e-6

@@ -31,8 +31,9 @@ class Box:
         return math.prod(self.sizes)
 
     def transposed(self) -> Box:
-        """The same elements in the tensor's transpose."""
-        return Box(self.offsets[::-1], self.sizes[::-1])
+        """The same elements where the tensor's last two dims are swapped."""
+        (*o, o1, o2), (*s, s1, s2) = self.offsets, self.sizes
+        return Box((*o, o2, o1), (*s, s2, s1))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from sshsdp.checkpoint.boxes import boxes
+from sshsdp.checkpoint.boxes import Box, boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,13 +43,13 @@ class ChunkedTensor(torch.Tensor):
         self: ChunkedTensor = make(cls, shape, dtype=dtype)
         self._chunks = {}
         for piece, data in pieces:
-            storage_shape = shape[::-1] if piece.transposed else shape
+            storage_shape = Box(shape, shape).transposed().sizes if piece.transposed else shape
             start = 0
             for box in boxes(storage_shape, piece.start, piece.stop):
                 chunk = data[start : start + box.numel].view(box.sizes)
                 start += box.numel
                 if piece.transposed:
-                    self._chunks[box.transposed().offsets] = chunk.t()
+                    self._chunks[box.transposed().offsets] = chunk.mT
                 else:
                     self._chunks[box.offsets] = chunk
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,8 @@ from sshsdp.engine.materialize import holds_meta, materialize
 from sshsdp.engine.packing import resolve_packs
 from sshsdp.engine.patterns import check_patterns, first_match
 from sshsdp.engine.space import ShardedSpace, plan_space
-from sshsdp.engine.topology import Topology, resolve_mesh
+from sshsdp.engine.splits import resolve_splits
+from sshsdp.engine.topology import Topology, mesh_sizes, resolve_mesh
 from sshsdp.engine.unit import Unit
 from sshsdp.formats.dense import DenseFormat
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from sshsdp.engine.collect import UnitRule
     from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.layout.address_space import AddressSpace
 
 __all__ = ["shard"]
 
@@ -76,25 +79,24 @@ def shard(
     target = target or _current_device(mesh.device_type)
 
     slots: list[ParameterSlot] = []
-    unit_modules: dict[str, nn.Module] = {}
-    packs: list[list[ParameterSlot]] = []
+    plans: list[_UnitPlan] = []
     error: Exception | None = None
     try:
         slots = collect_slots(model)
-        unit_modules = find_unit_modules(model, units)
         check_patterns(
             runtime.formats, [alias for slot in slots for alias in slot.aliases], "formats"
         )
-        unit_of = {slot: unit_of_slot(slot, unit_modules) for slot in slots}
-        packs = resolve_packs(runtime.packs, slots, unit_of)
+        for slot, its_units in resolve_splits(update.splits, model, slots).items():
+            slot.optimization_units = its_units
+        unit_modules = find_unit_modules(model, units)
+        plans = _plan_units(model, slots, unit_modules, runtime, mesh_sizes(mesh, update))
     except Exception as caught:
         error = caught
-    agree(_describe(model, mesh, slots, unit_modules, runtime, update), error, "sshsdp.shard()")
+    agree(_describe(model, mesh, slots, plans, runtime, update), error, "sshsdp.shard()")
 
     stats = Stats()
     topology = Topology.build(mesh, target, stats, update)
-    builder = _Builder(model, topology, runtime, update, stats, packs)
-    built = builder.build(slots, unit_modules)
+    built = _Builder(model, topology, update, stats).build(plans)
     _place_buffers(model, topology)
     return Engine(model, built, topology, runtime, update, stats)
 
@@ -105,11 +107,81 @@ def _current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SpacePlan:
+    """An address space that is to be built."""
+
+    slots: list[ParameterSlot]
+    packs: list[list[ParameterSlot]]
+    trainable: bool
+    runtime_dtype: torch.dtype
+    layout: AddressSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnitPlan:
+    """A unit that is to be built."""
+
+    name: str
+    module: nn.Module
+    spaces: list[_SpacePlan]
+
+
+def _plan_units(
+    model: nn.Module,
+    slots: list[ParameterSlot],
+    unit_modules: dict[str, nn.Module],
+    runtime: RuntimePolicy,
+    sizes: tuple[int, int],
+) -> list[_UnitPlan]:
+    unit_of = {slot: unit_of_slot(slot, unit_modules) for slot in slots}
+    packs = resolve_packs(runtime.packs, slots, unit_of)
+    modules = {ROOT: model, **unit_modules}
+    members: dict[str, list[ParameterSlot]] = {name: [] for name in modules}
+    for slot in slots:
+        members[unit_of[slot]].append(slot)
+    return [
+        _UnitPlan(name=name, module=module, spaces=_plan_spaces(mine, packs, runtime, sizes))
+        for name, module in modules.items()
+        if (mine := members[name]) or name == ROOT
+    ]
+
+
+def _plan_spaces(
+    slots: list[ParameterSlot],
+    packs: list[list[ParameterSlot]],
+    runtime: RuntimePolicy,
+    sizes: tuple[int, int],
+) -> list[_SpacePlan]:
+    groups: dict[tuple[bool, torch.dtype], list[ParameterSlot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.requires_grad, _runtime_dtype(slot, runtime)), []).append(slot)
+    plans = []
+    for (trainable, dtype), members in groups.items():
+        its_packs = [pack for pack in packs if pack[0] in members]
+        # Weights first: biases and norms usually form the group without weight decay.
+        order = {slot: int(len(slot.shape) < 2) for slot in members}
+        layout = plan_space(
+            members, its_packs, order, dtype, num_shards=sizes[0], num_update_slices=sizes[1]
+        )
+        plan = _SpacePlan(
+            slots=members, packs=its_packs, trainable=trainable, runtime_dtype=dtype, layout=layout
+        )
+        plans.append(plan)
+    return plans
+
+
+def _runtime_dtype(slot: ParameterSlot, runtime: RuntimePolicy) -> torch.dtype:
+    matches = [first_match(alias, runtime.formats) for alias in slot.aliases]
+    chosen = next((m for m in matches if m is not None), DenseFormat(runtime.dtype))
+    return chosen.runtime_dtype(slot.original_dtype)
+
+
 def _describe(
     model: nn.Module,
     mesh: DeviceMesh,
     slots: list[ParameterSlot],
-    unit_modules: dict[str, nn.Module],
+    plans: list[_UnitPlan],
     runtime: RuntimePolicy,
     update: UpdatePolicy,
 ) -> list[tuple[str, str]]:
@@ -117,7 +189,7 @@ def _describe(
         ("the mesh", str(mesh.mesh.tolist())),
         ("the runtime policy", repr(runtime)),
         ("the update policy", repr(update)),
-        ("the units", str(list(unit_modules))),
+        ("the units", str([plan.name for plan in plans])),
     ]
     entries += [
         (
@@ -131,6 +203,10 @@ def _describe(
         (f"buffer {name!r}", f"of shape {tuple(buffer.shape)}, {buffer.dtype}")
         for name, buffer in model.named_buffers()
     ]
+    entries += [
+        (f"unit {plan.name!r}", f"laid out as {[space.layout for space in plan.spaces]}")
+        for plan in plans
+    ]
     return entries
 
 
@@ -138,83 +214,53 @@ class _Builder:
     """Makes the units one after another, so that one unit at a time is held whole."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        topology: Topology,
-        runtime: RuntimePolicy,
-        update: UpdatePolicy,
-        stats: Stats,
-        packs: list[list[ParameterSlot]],
+        self, model: nn.Module, topology: Topology, update: UpdatePolicy, stats: Stats
     ) -> None:
         self._model = model
-        self._packs = packs
         self._topology = topology
-        self._runtime = runtime
         self._update = update
         self._stats = stats
         from_rank_0: list[bool] = [holds_meta(model)]
         dist.broadcast_object_list(from_rank_0, group=topology.world.group, group_src=0)
         self._initializes = from_rank_0[0]
 
-    def build(self, slots: list[ParameterSlot], unit_modules: dict[str, nn.Module]) -> list[Unit]:
-        modules = {ROOT: self._model, **unit_modules}
-        members: dict[str, list[ParameterSlot]] = {name: [] for name in modules}
-        for slot in slots:
-            members[unit_of_slot(slot, unit_modules)].append(slot)
+    def build(self, plans: list[_UnitPlan]) -> list[Unit]:
         if self._initializes:
             materialize(self._model, list(self._model.modules()), [], self._topology.device)
         return [
-            Unit(name, module, self._spaces(name, members[name]), is_root=name == ROOT)
-            for name, module in modules.items()
-            if members[name] or name == ROOT
+            Unit(plan.name, plan.module, self._spaces(plan), is_root=plan.name == ROOT)
+            for plan in plans
         ]
 
-    def _spaces(self, unit_name: str, slots: list[ParameterSlot]) -> list[ShardedSpace]:
+    def _spaces(self, plan: _UnitPlan) -> list[ShardedSpace]:
         if self._initializes:
+            slots = [slot for space in plan.spaces for slot in space.slots]
             materialize(self._model, [], slots, self._topology.device)
-        groups: dict[tuple[bool, torch.dtype], list[ParameterSlot]] = {}
-        for slot in slots:
-            groups.setdefault((slot.requires_grad, self._runtime_dtype(slot)), []).append(slot)
-        return [
-            self._space(unit_name, members, trainable, dtype)
-            for (trainable, dtype), members in groups.items()
-        ]
+        return [self._space(plan.name, space) for space in plan.spaces]
 
-    def _runtime_dtype(self, slot: ParameterSlot) -> torch.dtype:
-        matches = [first_match(alias, self._runtime.formats) for alias in slot.aliases]
-        chosen = next((m for m in matches if m is not None), DenseFormat(self._runtime.dtype))
-        return chosen.runtime_dtype(slot.original_dtype)
-
-    def _space(
-        self, unit_name: str, slots: list[ParameterSlot], trainable: bool, dtype: torch.dtype
-    ) -> ShardedSpace:
-        topology = self._topology
-        packs = [pack for pack in self._packs if pack[0] in slots]
-        # Weights first: biases and norms usually form the group without weight decay.
-        order = {slot: int(len(slot.shape) < 2) for slot in slots}
-        layout = plan_space(slots, packs, order, dtype, topology)
+    def _space(self, unit_name: str, plan: _SpacePlan) -> ShardedSpace:
+        topology, layout, dtype = self._topology, plan.layout, plan.runtime_dtype
         update_dtype = self._update.dtype or dtype
         values = None
         if topology.world.rank == 0:
-            values = torch.zeros(
-                layout.numel, dtype=update_dtype if trainable else dtype, device=topology.device
-            )
+            kept_dtype = update_dtype if plan.trainable else dtype
+            values = torch.zeros(layout.numel, dtype=kept_dtype, device=topology.device)
             with torch.no_grad():
-                for slot in slots:
+                for slot in plan.slots:
                     region = layout.by_name[slot.name]
                     view = values.as_strided(region.shape, region.stride, region.start)
                     view.copy_(slot.parameter)
         space = ShardedSpace(
             layout,
-            slots,
+            plan.slots,
             unit_name=unit_name,
-            trainable=trainable,
+            trainable=plan.trainable,
             runtime_dtype=dtype,
             update_dtype=update_dtype,
             reduce_dtype=self._update.reduce_dtype or update_dtype,
             topology=topology,
             stats=self._stats,
-            packs=packs,
+            packs=plan.packs,
         )
         space.scatter(values)
         return space

@@ -69,6 +69,12 @@ class Pending:
         self._works = works
         self._finish = finish
 
+    @property
+    def is_through(self) -> bool:
+        """Whether `wait` is known not to block."""
+        # Gloo's point-to-point works say so only after they were waited for.
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         """Wait (on CUDA: make the current stream wait) and finish."""
         works, self._works = self._works, []
@@ -173,14 +179,18 @@ class Collectives:
         return Pending(works, sum_in_rank_order)
 
     def all_reduce(
-        self, tensor: torch.Tensor, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        tensor: torch.Tensor,
+        label: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        finish: Callable[[], None] | None = None,
     ) -> Pending:
-        """Reduce ``tensor`` over the ranks, in place."""
+        """Reduce ``tensor`` over the ranks, in place; then call ``finish``."""
         # A ring all-reduce brings each rank (n - 1) / n of the buffer twice.
         self._count("all_reduce", label, tensor, 2 * tensor.nbytes * (self.size - 1) // self.size)
         if self.size == 1:
-            return Pending([])
-        return Pending([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)])
+            return Pending([], finish)
+        return Pending([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)], finish)
 
     def scatter(self, shard: torch.Tensor, source: torch.Tensor | None, label: str) -> None:
         """Give every rank its slot of rank 0's ``source`` (1-D; None on the other ranks)."""

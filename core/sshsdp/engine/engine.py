@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.engine.topology import Topology
     from sshsdp.engine.unit import Unit
+    from sshsdp.layout.optimization_units import OptimizationUnit
     from sshsdp.policies import RuntimePolicy, UpdatePolicy
     from sshsdp.stats import Stats
 
@@ -152,6 +153,15 @@ class Engine(Checkpointing):
     def stats(self) -> Stats:
         """Counters of the last whole optimizer step, or since the start if there was none."""
         return self._last_stats
+
+    def optimization_units(self) -> Iterator[OptimizationUnit]:
+        """The matrices (and vectors) of the model, as matrix optimizers take them.
+
+        One for most parameters; more where ``UpdatePolicy.splits`` or the model's structure cuts a
+        parameter into several.
+        """
+        for slot in self.slots:
+            yield from slot.optimization_units
 
     def update_parameters(self) -> Iterator[tuple[str, UpdateParameter]]:
         """This rank's parts of all trainable parameters, empty ones left out."""

@@ -8,8 +8,9 @@ the units are merged into one (`orders`). It never decides *whether* a unit with
 parameters takes part.
 
 No rank waits for what its peers cannot send yet. Before it waits for a gather, a rank reduces all
-that is due; and while its backward runs, it waits only for reductions of units that it used itself:
-those of skipped units run ahead of its peers, which may need a later gather before they join in.
+that is due. While its backward runs, it waits only for sums over ``shard``, in order, up to the
+first unit that it skipped: skippers run ahead of their peers, which may need a later gather before
+they join in. The rest is taken when it is known to be there, or when backward is over.
 
 Forward walks through the units once per call of the root module, backward once per such call whose
 graph is reached. Units called out of turn (a second time, or outside of the root module) are
@@ -330,16 +331,29 @@ class Schedule:
             while self._backward.next <= position:
                 self._backward.start(1)
         self.note_peaks()
-        self._finish_reductions(lambda earlier: earlier in self._entered)
+        self._take_reductions()
         for space in unit.trainable_spaces:
             space.reduce()
         self._in_flight.append(unit)
 
-    def _finish_reductions(self, is_wanted: Callable[[Unit], bool] = lambda _: True) -> None:
-        for unit in [unit for unit in self._in_flight if is_wanted(unit)]:
+    def _take_reductions(self) -> None:
+        for unit in self._in_flight:
+            spaces = unit.trainable_spaces
+            if unit not in self._entered and not all(space.is_summed for space in spaces):
+                break
+            for space in spaces:
+                space.sum_over_shards()
+                if space.is_reduced:
+                    space.finish_reduction()
+
+    def _finish_reductions(self) -> None:
+        for unit in self._in_flight:
+            for space in unit.trainable_spaces:
+                space.sum_over_shards()
+        for unit in self._in_flight:
             for space in unit.trainable_spaces:
                 space.finish_reduction()
-            self._in_flight.remove(unit)
+        self._in_flight.clear()
 
     def _end_backward(self) -> None:
         if not self.is_pinned:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sshsdp.engine.parameter import SLOT_ATTRIBUTE, ShardedParameter, slot_of
+from sshsdp.layout.cuts import elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.engine.unit import Unit
     from sshsdp.layout.address_space import Region
+    from sshsdp.layout.optimization_units import OptimizationUnit
 
 __all__ = ["GradientSlot", "PackSlot", "ParameterSlot"]
 
@@ -154,6 +156,8 @@ class ParameterSlot(GradientSlot):
         aliases: All FQNs of a tied parameter, the canonical one first.
         parameter: The ``nn.Parameter`` that the model keeps.
         holders: ``(module, attribute)`` pairs that refer to it.
+        cuts: Where shards may cut it, as its runtime format and its optimizer ask for.
+        optimization_units: What a matrix optimizer takes for one matrix each.
         is_written: A gradient landed in the current gradient buffer.
         was_used: A gradient landed since the last optimizer step.
     """
@@ -172,6 +176,8 @@ class ParameterSlot(GradientSlot):
         self.shape = tuple(parameter.shape)
         self.original_dtype = parameter.dtype
         self.requires_grad = parameter.requires_grad
+        self.cuts = elements()
+        self.optimization_units: tuple[OptimizationUnit, ...] = ()
         self.region: Region
         self.is_written = False
         self.was_used = False

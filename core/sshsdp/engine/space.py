@@ -19,6 +19,7 @@ from sshsdp.engine.buffers import FlatBuffer
 from sshsdp.engine.runtime_side import DenseSide
 from sshsdp.engine.slots import PackSlot
 from sshsdp.layout.planner import RegionRequest, plan_address_space
+from sshsdp.layout.unit_plan import alignment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,37 +35,43 @@ if TYPE_CHECKING:
 __all__ = ["ShardedSpace", "UpdateTensor", "plan_space"]
 
 
-# Kernels load 16 bytes at a time.
-_ALIGNMENT_BYTES = 16
-
-
 def plan_space(
     slots: Sequence[ParameterSlot],
     packs: Sequence[Sequence[ParameterSlot]],
     order: Mapping[ParameterSlot, int],
     runtime_dtype: torch.dtype,
-    topology: Topology,
+    *,
+    num_shards: int,
+    num_update_slices: int,
 ) -> AddressSpace:
-    """Lay out the parameters of one space.
+    """Lay out the parameters of one space, cut where their ``cuts`` allow it.
 
     Args:
         slots: The parameters.
         packs: Groups of them that must be neighbours.
         order: Lower values come first; equal ones should form one range.
         runtime_dtype: Decides the alignment.
-        topology: Number of shards and update slices.
+        num_shards: Size of the ``shard`` axis.
+        num_update_slices: Into how many update shards each shard is cut again.
     """
     label = {member: str(index) for index, pack in enumerate(packs) for member in pack}
     members = [member for pack in packs for member in pack]
     ordered = [*members, *(slot for slot in slots if slot not in label)]
     return plan_address_space(
         [
-            RegionRequest(name=slot.name, shape=slot.shape, order=order[slot], pack=label.get(slot))
+            RegionRequest(
+                name=slot.name,
+                shape=slot.shape,
+                order=order[slot],
+                cut_unit=slot.cuts.unit,
+                transposed_cut_unit=slot.cuts.transposed_unit,
+                pack=label.get(slot),
+            )
             for slot in (ordered if members else slots)
         ],
-        num_shards=topology.num_shards,
-        num_update_slices=topology.num_update_slices,
-        alignment=max(_ALIGNMENT_BYTES // runtime_dtype.itemsize, 1),
+        num_shards=num_shards,
+        num_update_slices=num_update_slices,
+        alignment=alignment_of(runtime_dtype),
     )
 
 
@@ -128,6 +135,7 @@ class ShardedSpace:
         self.stats = stats
         self.update_tensors: list[UpdateTensor] = []
         self._reducing: Pending | None = None
+        self._replicating: Pending | None = None
         self.packs = [PackSlot(members, self) for members in packs]
         self.place(layout, slots)
 
@@ -154,7 +162,14 @@ class ShardedSpace:
     def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
         """A layout in which parameters with a lower ``order`` come first, as far as packs allow."""
         packs = [pack.members for pack in self.packs]
-        return plan_space(self.slots, packs, order, self.runtime_dtype, self.topology)
+        return plan_space(
+            self.slots,
+            packs,
+            order,
+            self.runtime_dtype,
+            num_shards=self.topology.num_shards,
+            num_update_slices=self.topology.num_update_slices,
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -323,7 +338,7 @@ class ShardedSpace:
     def allocate_gradient(self) -> None:
         """Have a gradient buffer that may be written, its padding zeroed."""
         if self._reducing is not None:
-            self.finish_reduction()
+            self.sum_over_shards()
         if self._gradient is not None and self._gradient.is_allocated:
             return
         if self._gradient is None:
@@ -358,11 +373,23 @@ class ShardedSpace:
             self._gradient.flat, self.unit_name, self._reduce_over_replicas
         )
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction and hand the averages to the update parameters."""
+    @property
+    def is_summed(self) -> bool:
+        """Whether `sum_over_shards` is known not to block."""
+        return self._reducing is None or self._reducing.is_through
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `finish_reduction` is known not to block, after `sum_over_shards`."""
+        return self._replicating is None or self._replicating.is_through
+
+    def sum_over_shards(self) -> None:
+        """Wait for the sum over ``shard`` and start the one over ``replicate``."""
         pending, self._reducing = self._reducing, None
         if pending is None:
             return
+        # Its last gradients come first, as everywhere.
+        self._finish_replicating()
         pending.wait()
         assert self._gradient is not None
         if self.topology.num_shards == 1:
@@ -371,15 +398,28 @@ class ShardedSpace:
         else:
             self._gradient.free()
 
+    def finish_reduction(self) -> None:
+        """Wait for the reduction and hand the averages to the update parameters."""
+        self.sum_over_shards()
+        self._finish_replicating()
+
+    def _finish_replicating(self) -> None:
+        pending, self._replicating = self._replicating, None
+        if pending is not None:
+            pending.wait()
+
     def _reduce_over_replicas(self, shard: torch.Tensor) -> None:
         topology = self.topology
         if topology.num_replicas == 1:
             self._accept(shard)
         elif topology.update_sharding == "hierarchical":
-            topology.replicate.reduce_scatter(shard, self.unit_name, self._accept).wait()
+            self._replicating = topology.replicate.reduce_scatter(
+                shard, self.unit_name, self._accept
+            )
         else:
-            topology.replicate.all_reduce(shard, self.unit_name).wait()
-            self._accept(shard)
+            self._replicating = topology.replicate.all_reduce(
+                shard, self.unit_name, finish=lambda: self._accept(shard)
+            )
 
     def _accept(self, gradient: torch.Tensor) -> None:
         topology = self.topology

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sshsdp.policies import UpdatePolicy
     from sshsdp.stats import Stats
 
-__all__ = ["Topology", "resolve_mesh"]
+__all__ = ["Topology", "mesh_sizes", "resolve_mesh"]
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -53,6 +53,12 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> Device
             f"a 2-D mesh must have mesh_dim_names=('replicate', 'shard') in this order, got {names}"
         )
     return mesh
+
+
+def mesh_sizes(mesh: DeviceMesh, update: UpdatePolicy) -> tuple[int, int]:
+    """Number of shards, and of update shards in each of them."""
+    num_replicas, num_shards = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
+    return num_shards, num_replicas if update.sharding == "hierarchical" else 1
 
 
 def _default_device_type() -> str:

@@ -274,7 +274,7 @@ def _carry_state_over(
             begin = max(slot.region.start, low)
             end = min(slot.region.stop, low + flat.numel())
             if begin < end:
-                values = (state[key].t() if slot.region.transposed else state[key]).reshape(-1)
+                values = (state[key].mT if slot.region.transposed else state[key]).reshape(-1)
                 part = values[begin - slot.region.start : end - slot.region.start]
                 flat[begin - low : end - low] = part
         optimizer.state[update.tensor][key] = flat
