@@ -6,6 +6,8 @@ Example:
     >>> optimizer = engine.attach(torch.optim.AdamW(model.parameters(), lr=3e-4))  # doctest: +SKIP
 """
 
+from sshsdp.checkpoint.place import find_checkpoint
+from sshsdp.checkpoint.store import read_checkpoint, write_checkpoint, write_checkpoint_file
 from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat
@@ -25,9 +27,13 @@ __all__ = [
     "Stats",
     "UpdateParameter",
     "UpdatePolicy",
+    "find_checkpoint",
     "find_packs",
+    "read_checkpoint",
     "register_optimizer",
     "shard",
+    "write_checkpoint",
+    "write_checkpoint_file",
 ]
 
 __version__ = "0.1.0"

@@ -299,9 +299,11 @@ def test_state_of_parameters_that_were_frozen_since_is_named(
     tmp_path: Path, workers: Callable[[int], Any], freezes: bool
 ) -> None:
     """pytorch/pytorch#192202: the state of later-frozen parameters was dropped in silence."""
-    for messages, before, after in workers(2).run(freeze_later, tmp_path, freezes):
+    found = workers(2).run(freeze_later, tmp_path, freezes)
+    for rank, (messages, before, after) in enumerate(found):
         assert before == after
-        assert bool(messages) == freezes
+        # Once, not once for each rank.
+        assert bool(messages) == (freezes and rank == 0)
         assert all("last.weight, last.bias is not read" in message for message in messages)
 
 

@@ -304,3 +304,44 @@ def test_loading_inside_a_step_is_refused(tmp_path: Path, workers: Callable[[int
 def test_workers_report_failures(workers: Callable[[int], Any]) -> None:
     with pytest.raises(WorkersFailedError):
         workers(2).run(load_wrong, Path("/proc/none"), "names")
+
+
+def whole_state_on_rank_0_only(kind: str) -> str:
+    """What happens if only the main rank asks for whole tensors."""
+    _, attached, engine = make_sshsdp("adamw")
+    rendezvous.MISSING_RANKS_TIMEOUT = timedelta(seconds=1)
+    message = ""
+    try:
+        if dist.get_rank() == 0 and kind == "model":
+            engine.full_state_dict()
+        elif dist.get_rank() == 0:
+            engine.full_optimizer_state_dict(attached)
+    except RuntimeError as error:
+        message = str(error)
+    finally:
+        rendezvous.MISSING_RANKS_TIMEOUT = timedelta(minutes=5)
+        dist.barrier()
+    assert engine.full_state_dict(rank0_only=False)
+    return message
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_whole_states_on_one_rank_name_the_missing_ones(
+    workers: Callable[[int], Any], kind: str
+) -> None:
+    message = workers(2).run(whole_state_on_rank_0_only, kind)[0]
+    assert "state_dict() is collective, and ranks [1] did not call it" in message
+
+
+def save_to_differing_paths(folder: Path) -> None:
+    """Each rank makes up a name of its own, from the time, say."""
+    _, attached, engine = make_sshsdp("adamw")
+    engine.save(folder / f"at-{dist.get_rank()}", attached)
+
+
+def test_the_path_of_rank_0_counts(tmp_path: Path, workers: Callable[[int], Any]) -> None:
+    workers(2).run(save_to_differing_paths, tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["at-0"]
+    assert sshsdp.read_checkpoint(tmp_path / "at-0")["head.weight"].shape == (1, 8)
+    with pytest.raises(ValueError, match="holds nothing under 'models'; it has model, optimizer"):
+        sshsdp.read_checkpoint(tmp_path / "at-0", "models")

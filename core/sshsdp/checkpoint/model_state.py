@@ -1,17 +1,24 @@
-"""An engine's model under its own names, for distributed checkpoints: ``{fqn: tensor}``."""
+"""An engine's model under its own names, for distributed checkpoints: ``{fqn: tensor}``.
+
+Note: extra state. What modules return from ``get_extra_state`` is in the state dict as well, as in
+FSDP2's. It may be anything; distributed checkpoints store a dict of it as several entries. So it is
+not read into what the model has, whose shapes may differ, but into what the metadata describe.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sshsdp.checkpoint.chunks import ChunkedTensor
-from sshsdp.engine.whole import state_entries
+from sshsdp.engine.whole import EXTRA_STATE, StateKind, state_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
@@ -20,7 +27,16 @@ if TYPE_CHECKING:
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.layout.pieces import Piece
 
-__all__ = ["check_against", "chunked", "listed", "model_state", "present", "top_level_names"]
+__all__ = [
+    "check_against",
+    "chunked",
+    "empty",
+    "listed",
+    "model_state",
+    "present",
+    "template",
+    "top_level_names",
+]
 
 
 def model_state(
@@ -30,7 +46,8 @@ def model_state(
 ) -> dict[str, Any]:
     """The model's state dict: chunked masters (or frozen runtime parameters) and whole buffers.
 
-    Loading into it writes the update shards; publish afterwards.
+    Loading into it writes the update shards; publish afterwards. Extra states are as the modules
+    give them.
 
     Args:
         model: The sharded model.
@@ -51,8 +68,8 @@ def model_state(
             tensor = chunked(slot, space.update_dtype, held[slot.name])
             tensors.update(dict.fromkeys(slot.aliases, tensor))
     return {
-        key: tensors[key] if is_parameter else module._buffers[attribute]
-        for key, module, attribute, is_parameter in state_entries(model)
+        key: tensors[key] if kind is StateKind.PARAMETER else kind.read(module, attribute)
+        for key, module, attribute, kind in state_entries(model)
     }
 
 
@@ -67,17 +84,17 @@ def chunked(
 
 
 def check_against(
-    template: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
     metadata: Metadata,
     prefix: str,
     *,
     strict: bool,
     spaces: Sequence[ShardedSpace],
 ) -> tuple[list[str], list[str]]:
-    """Compare a model template with a checkpoint before anything is read.
+    """Compare a model's state with a checkpoint before anything is read.
 
     Args:
-        template: What `model_state` gave.
+        state: What `model_state` gave.
         metadata: Of the checkpoint.
         prefix: Under which the model was saved, such as ``"model"``.
         strict: Refuse missing and unexpected names.
@@ -89,20 +106,26 @@ def check_against(
     Raises:
         ValueError: Names differ and ``strict``; a shape differs; a dtype would be narrowed.
     """
-    saved = {
-        key.removeprefix(f"{prefix}."): entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith(f"{prefix}.")
-    }
+    saved = _entries(metadata, prefix)
     if not saved:
         raise ValueError(
             f"engine.load(): the checkpoint holds nothing under {prefix!r}; it has "
             f"{listed(top_level_names(metadata))}"
         )
+    tensors = {name: value for name, value in state.items() if not _is_extra(name)}
     # Tied names share one tensor, and any of them brings its values.
-    found = {id(tensor) for name, tensor in template.items() if name in saved}
-    missing = [name for name, tensor in template.items() if id(tensor) not in found]
-    unexpected = [name for name in saved if name not in template]
+    found = {id(tensor) for name, tensor in tensors.items() if name in saved}
+    missing = [
+        name
+        for name, value in state.items()
+        if not (
+            id(value) in found
+            if name in tensors
+            # Nothing at all is stored of an empty dict.
+            else name in saved or (isinstance(value, Mapping) and not value)
+        )
+    ]
+    unexpected = [name for name in saved if name not in state]
     original = {
         alias: slot.original_dtype
         for space in spaces
@@ -112,7 +135,7 @@ def check_against(
     }
     problems = [
         problem
-        for name, tensor in template.items()
+        for name, tensor in tensors.items()
         if name in saved and (problem := _mismatch(name, tensor, saved[name], original.get(name)))
     ]
     if strict and missing:
@@ -124,12 +147,63 @@ def check_against(
     return missing, unexpected
 
 
-def present(
-    template: Mapping[str, torch.Tensor], metadata: Metadata, prefix: str
-) -> dict[str, torch.Tensor]:
-    """The part of a template that a checkpoint has."""
-    saved = metadata.state_dict_metadata
-    return {name: value for name, value in template.items() if f"{prefix}.{name}" in saved}
+def present(state: Mapping[str, Any], metadata: Metadata, prefix: str) -> dict[str, Any]:
+    """The part of a model's state that a checkpoint has, to read into."""
+    saved = _entries(metadata, prefix)
+    extras = [name for name in state if _is_extra(name) and name in saved]
+    room = template(metadata, prefix, extras) if extras else {}
+    return {
+        name: room[name] if name in room else value
+        for name, value in state.items()
+        if name in saved
+    }
+
+
+def template(metadata: Metadata, prefix: str, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """What was saved under a prefix, nested as it was, with tensors and None to read into.
+
+    Args:
+        metadata: Of the checkpoint.
+        prefix: A top-level name.
+        names: Only these names below it; None: all.
+    """
+    wanted = None if names is None else set(names)
+    root: dict[str, Any] = {prefix: {}}
+    for key, entry in metadata.state_dict_metadata.items():
+        path = _path(metadata, key, prefix)
+        if path is not None and (wanted is None or path[1] in wanted):
+            set_element(root, path, empty(entry))
+    found: dict[str, Any] = root[prefix]
+    return found
+
+
+def empty(entry: STORAGE_TYPES) -> Any:
+    """Something to read an entry into."""
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def _entries(metadata: Metadata, prefix: str) -> dict[str, STORAGE_TYPES]:
+    """The entries below a prefix by name; of an extra state that has several, the first."""
+    found: dict[str, STORAGE_TYPES] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        path = _path(metadata, key, prefix)
+        if path is not None:
+            found.setdefault(path[1], entry)
+    return found
+
+
+def _path(metadata: Metadata, key: str, prefix: str) -> tuple[Any, ...] | None:
+    """``(prefix, name, ...)`` of a flattened key, or None if it is not below the prefix."""
+    path = (metadata.planner_data or {}).get(key)
+    if path is None and key.startswith(f"{prefix}."):
+        path = (prefix, key.removeprefix(f"{prefix}."))
+    return tuple(path) if path is not None and len(path) > 1 and path[0] == prefix else None
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sshsdp.checkpoint.model_state import chunked, listed, top_level_names
+from sshsdp.checkpoint.model_state import chunked, empty, listed, top_level_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -256,8 +257,8 @@ class SavedOptimizer:
         state: dict[str, dict[str, Any]] = {}
         for slot, key, entry, is_cut in self._split():
             if not is_cut:
-                state.setdefault(self.state[slot][0], {})[key] = _empty(entry)
-        groups = [{key: _empty(entry) for key, entry in one.items()} for one in self.settings]
+                state.setdefault(self.state[slot][0], {})[key] = empty(entry)
+        groups = [{key: empty(entry) for key, entry in one.items()} for one in self.settings]
         return {"state": state, "param_groups": groups}
 
     def restore(self, scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -351,20 +352,13 @@ def _saved_state(
                 found.setdefault(by_name[name], (name, {}))[1][key] = entry
             else:
                 unused[name] = None
-    if unused:
+    if unused and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
             "engine.load(): the checkpoint's optimizer state of %s is not read: these parameters "
             "are frozen or are not in the optimizer",
             listed(unused),
         )
     return found
-
-
-def _empty(entry: STORAGE_TYPES) -> Any:
-    """Something to read an entry into."""
-    if isinstance(entry, TensorStorageMetadata):
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-    return None
 
 
 def _check_members(index: int, saved: Mapping[str, Any], slots: Sequence[ParameterSlot]) -> None:

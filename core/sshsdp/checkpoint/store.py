@@ -1,22 +1,13 @@
-"""Writing and reading checkpoint directories, complete or not at all.
+"""Writing and reading checkpoints of all ranks, complete or not at all.
 
-A save writes a hidden directory beside the target and renames it at the end. The checkpoint that
-was there before is moved aside just before and removed just after, so at every moment one whole
-checkpoint is on disk::
-
-    .name.saving  --rename-->  name          (written by every rank, then synchronised)
-    name          --rename-->  .name.old     (if there was one; removed at the end)
-
-The directory must be on a file system that all ranks see.
+How a checkpoint replaces another is told in `sshsdp.checkpoint.place`. The directory must be on a
+file system that all ranks see.
 """
 
 from __future__ import annotations
 
 import io
-import logging
-import os
-import shutil
-from pathlib import Path
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +18,25 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from sshsdp.checkpoint.model_state import listed, template, top_level_names
+from sshsdp.checkpoint.place import CheckpointPlace, find_checkpoint
 from sshsdp.checkpoint.rendezvous import on_rank_0, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["load_extra", "read", "read_metadata", "save"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "load_extra",
+    "read",
+    "read_checkpoint",
+    "read_metadata",
+    "save",
+    "write_checkpoint",
+    "write_checkpoint_file",
+]
 
 EXTRA_FILE = "extra.pt"
 METADATA_FILE = ".metadata"
@@ -51,7 +51,7 @@ def save(
         make_state: Gives the nested dict of tensors and picklable values, with the same keys on
             every rank. Local; if it fails on one rank, no rank writes.
         path: The directory; a checkpoint that is there is replaced, whole, once the new one is
-            complete. A link is followed.
+            complete. A link is followed. Rank 0's counts.
         extra: Anything that ``torch.load(weights_only=True)`` reads back; rank 0's is written.
 
     Raises:
@@ -59,39 +59,89 @@ def save(
             What was at ``path`` before is still there.
         ValueError: ``extra`` could not be read back.
     """
-    path = Path(os.path.realpath(path))
-    saving = path.parent / f".{path.name}.saving"
-    state, extra_bytes = together("engine.save()", lambda: (make_state(), _serialise(extra)))
+    write_checkpoint("engine.save()", path, lambda: (make_state(), {EXTRA_FILE: _serialise(extra)}))
+
+
+def write_checkpoint(
+    caller: str,
+    path: str | Path,
+    make: Callable[[], tuple[Mapping[str, Any], Mapping[str, bytes]]],
+    *,
+    replaces_files: bool = False,
+) -> None:
+    """Write a checkpoint directory with files of the caller's own in it. Collective.
+
+    Args:
+        caller: What the user called, for messages.
+        path: The directory; rank 0's counts.
+        make: Gives the nested dict of tensors and picklable values, with the same keys on every
+            rank, and files by name, of which rank 0's are written. Local; if it fails on one rank,
+            no rank writes.
+        replaces_files: Whether a file at ``path`` may be replaced.
+
+    Raises:
+        RuntimeError: Some rank failed or did not come, or what is at ``path`` is no checkpoint.
+            What was at ``path`` before is still there.
+    """
+    state, files = together(caller, make)
+    place = CheckpointPlace(_of_rank_0(path))
 
     def prepare() -> None:
-        _recover(path)
-        _refuse_to_replace(path)
-        shutil.rmtree(saving, ignore_errors=True)
-        saving.mkdir(parents=True)
+        place.recover()
+        _refuse_to_replace(place.path, replaces_files)
+        place.begin()
 
     def commit() -> None:
-        (saving / EXTRA_FILE).write_bytes(extra_bytes)
-        _synchronise(saving)
-        old = _old(path)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            path.rename(old)
-        saving.rename(path)
-        _flush(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        for name, content in files.items():
+            (place.unfinished / name).write_bytes(content)
+        place.commit()
 
     try:
-        on_rank_0(prepare, f"preparing {saving}")
-        dcp_save(dict(state), checkpoint_id=saving, no_dist=not dist.is_initialized())
-        on_rank_0(commit, f"committing {path}")
+        on_rank_0(prepare, f"preparing {place.unfinished}")
+        dcp_save(dict(state), checkpoint_id=place.unfinished, no_dist=not dist.is_initialized())
+        on_rank_0(commit, f"committing {place.path}")
     except BaseException as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            _recover(path)
-            # A full disk must not stay full.
-            shutil.rmtree(saving, ignore_errors=True)
+            place.abandon()
         if isinstance(error, CheckpointException):
-            raise _as_error(f"saving {path}", error) from error
+            raise _as_error(f"saving {place.path}", error) from error
         raise
+
+
+def write_checkpoint_file(caller: str, path: str | Path, write: Callable[[], None]) -> None:
+    """Have rank 0 write a checkpoint that is one file. Collective.
+
+    Args:
+        caller: What the user called, for messages.
+        path: Where; a checkpoint directory there is replaced.
+        write: Writes the file to ``path``, where no directory is in its way.
+
+    Raises:
+        RuntimeError: Rank 0 failed, some rank did not come, or another directory is in the way.
+            What was at ``path`` before is still there.
+    """
+    together(caller, lambda: None)
+    place = CheckpointPlace(path)
+
+    def replace() -> None:
+        place.recover()
+        if not place.path.is_dir():
+            write()
+            return
+        if not (place.path / METADATA_FILE).exists():
+            raise IsADirectoryError(f"{path} is a directory, and not a checkpoint")
+        with place.cleared():
+            write()
+
+    on_rank_0(replace, f"saving {path}")
+
+
+def _of_rank_0(path: str | Path) -> str | Path:
+    # Paths with a time in them differ between ranks.
+    given = [path]
+    if dist.is_initialized():
+        dist.broadcast_object_list(given, src=0)
+    return given[0]
 
 
 def _serialise(extra: Mapping[str, Any]) -> bytes:
@@ -109,7 +159,7 @@ def _serialise(extra: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _refuse_to_replace(path: Path) -> None:
+def _refuse_to_replace(path: Path, replaces_files: bool) -> None:
     """Keep a wrong path, such as the folder of all checkpoints, from being wiped."""
     if path.is_dir():
         if any(path.iterdir()) and not (path / METADATA_FILE).exists():
@@ -117,7 +167,7 @@ def _refuse_to_replace(path: Path) -> None:
                 f"{path} is a directory with other things than a checkpoint in it, which a save "
                 "would remove: give the checkpoint a directory of its own"
             )
-    elif path.exists():
+    elif path.exists() and not replaces_files:
         raise FileExistsError(f"{path} is a file: give the checkpoint a directory of its own")
 
 
@@ -129,17 +179,45 @@ def read(state_dict: dict[str, Any], path: str | Path) -> None:
     Raises:
         RuntimeError: Some rank failed.
     """
+    _read(state_dict, path, no_dist=not dist.is_initialized())
+
+
+def _read(state_dict: dict[str, Any], path: str | Path, *, no_dist: bool) -> None:
     try:
         dcp_load(
             state_dict,
             checkpoint_id=_existing(path),
             planner=DefaultLoadPlanner(),
-            no_dist=not dist.is_initialized(),
+            no_dist=no_dist,
         )
     except CheckpointException as error:
         raise _as_error(
             f"loading {path} (some values may have been read: load again before training)", error
         ) from error
+
+
+def read_checkpoint(path: str | Path, key: str = "model") -> dict[str, Any]:
+    """What a checkpoint directory holds under ``key``, whole, on the CPU.
+
+    Local: needs no model, no process group and no other rank.
+
+    Raises:
+        FileNotFoundError: There is no complete checkpoint at ``path``.
+        ValueError: It holds nothing under ``key``.
+    """
+    metadata = read_metadata(path)
+    whole = template(metadata, key)
+    if not whole:
+        raise ValueError(
+            f"the checkpoint {path} holds nothing under {key!r}; it has "
+            f"{listed(top_level_names(metadata))}"
+        )
+    state: dict[str, Any] = {key: whole}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        _read(state, path, no_dist=True)
+    found: dict[str, Any] = state[key]
+    return found
 
 
 def load_extra(path: str | Path) -> dict[str, Any]:
@@ -161,40 +239,12 @@ def read_metadata(path: str | Path) -> Metadata:
 
 
 def _existing(path: str | Path) -> Path:
-    path = Path(os.path.realpath(path))
-    found = path if path.exists() else _old(path)
+    found = find_checkpoint(path)
     if not (found / METADATA_FILE).exists():
         raise FileNotFoundError(
             f"{path} is not a complete distributed checkpoint: it has no .metadata file"
         )
-    if found != path:
-        logger.warning("%s was being replaced when a save ended early: reading %s", path, found)
     return found
-
-
-def _old(path: Path) -> Path:
-    return path.parent / f".{path.name}.old"
-
-
-def _recover(path: Path) -> None:
-    # A save that ended between its two renames has left the previous checkpoint aside.
-    if not path.exists() and _old(path).exists():
-        _old(path).rename(path)
-
-
-def _synchronise(directory: Path) -> None:
-    """Have the files of a directory, and their names, on disk."""
-    for file in directory.iterdir():
-        _flush(file)
-    _flush(directory)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_error(what: str, error: CheckpointException) -> RuntimeError:

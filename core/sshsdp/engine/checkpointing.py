@@ -19,7 +19,7 @@ from sshsdp.checkpoint.optimizer_state import (
     take_settings,
 )
 from sshsdp.checkpoint.rendezvous import together
-from sshsdp.engine.whole import IncompatibleKeys, WholeModel
+from sshsdp.engine.whole import IncompatibleKeys, WholeModel, take_extra_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -163,6 +163,7 @@ class Checkpointing(WholeModel):
         if any(room.values()):
             store.read(room, path)
         if model_key is not None:
+            take_extra_states(self.model, room[model_key])
             self._take_loaded_values()
         return keys, extra
 
@@ -178,7 +179,8 @@ class Checkpointing(WholeModel):
     def model_state_dict(self, shards: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
         """The model for ``dcp.save`` or ``dcp.load``: this rank's chunks under the original names.
 
-        After a ``dcp.load`` into it, call `after_load`. Local.
+        After a ``dcp.load`` into it, call `after_load`; extra states that were read into it are the
+        caller's to hand to ``set_extra_state``. Local.
 
         Args:
             shards: Values to show instead of the masters, one tensor for each of `update_shards`.
@@ -208,7 +210,10 @@ class Checkpointing(WholeModel):
             On rank 0: state by parameter index, with tensors of the original shapes on the CPU, and
             the param groups. On other ranks: an empty dict.
         """
-        binding = self._binding_of(optimizer, "full_optimizer_state_dict")
+        binding = self._meet(
+            "full_optimizer_state_dict",
+            lambda: self._binding_of(optimizer, "full_optimizer_state_dict"),
+        )
         is_target = self.topology.world.rank == 0
         state: dict[str, dict[str, Any]] = {}
         for space in binding.spaces:
@@ -250,7 +255,10 @@ class Checkpointing(WholeModel):
             ValueError: The param groups have other sizes than the optimizer's, or a state tensor is
                 neither a scalar nor of its parameter's shape.
         """
-        binding = self._binding_of(optimizer, "load_full_optimizer_state_dict")
+        binding = self._meet(
+            "load_full_optimizer_state_dict",
+            lambda: self._binding_of(optimizer, "load_full_optimizer_state_dict"),
+        )
         whole: dict[str, dict[str, Any]] = {}
         plan: list[Any] = [None]
         if self.topology.world.rank == 0:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from sshsdp.checkpoint.rendezvous import together
 from sshsdp.engine.agreement import agree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
+    from collections.abc import Callable, Iterator, Mapping
 
     from sshsdp.engine.schedule import Schedule
     from sshsdp.engine.slots import ParameterSlot
@@ -20,7 +22,19 @@ if TYPE_CHECKING:
     from sshsdp.engine.topology import Topology
     from sshsdp.engine.watch import ModelWatch
 
-__all__ = ["IncompatibleKeys", "WholeModel", "state_entries"]
+__all__ = [
+    "EXTRA_STATE",
+    "IncompatibleKeys",
+    "StateKind",
+    "WholeModel",
+    "state_entries",
+    "take_extra_states",
+]
+
+T = TypeVar("T")
+
+# Under this name, a module's state dict has what its get_extra_state() returns.
+EXTRA_STATE = "_extra_state"
 
 
 class IncompatibleKeys(NamedTuple):
@@ -30,16 +44,45 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def state_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]:
-    """``(key, module, attribute, is_parameter)`` in ``state_dict`` order, persistent ones."""
+class StateKind(Enum):
+    """What an entry of a model's state dict is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    EXTRA = "extra state"
+
+    def read(self, module: nn.Module, attribute: str) -> Any:
+        """The value, if it is no parameter."""
+        assert self is not StateKind.PARAMETER
+        if self is StateKind.BUFFER:
+            return module._buffers[attribute]
+        return module.get_extra_state()
+
+
+def state_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, StateKind]]:
+    """``(key, module, attribute, kind)`` in ``state_dict`` order, persistent ones."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                yield dot + attribute, module, attribute, True
+                yield dot + attribute, module, attribute, StateKind.PARAMETER
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                yield dot + attribute, module, attribute, False
+                yield dot + attribute, module, attribute, StateKind.BUFFER
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield dot + EXTRA_STATE, module, EXTRA_STATE, StateKind.EXTRA
+
+
+def take_extra_states(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give modules the extra states that are in ``state``."""
+    for key, module, _, kind in state_entries(model):
+        if kind is StateKind.EXTRA and key in state:
+            module.set_extra_state(state[key])
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of a buffer, or of an extra state and the tensors in it, on the CPU."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 class WholeModel:
@@ -62,13 +105,13 @@ class WholeModel:
         """The model's state dict with whole tensors on the CPU.
 
         Trainable parameters come from the masters, in the update dtype; frozen ones in the runtime
-        dtype; persistent buffers as they are. Tied names share one tensor. Collective; one address
-        space at a time is held whole on the device.
+        dtype; persistent buffers and extra states as they are. Tied names share one tensor.
+        Collective; one address space at a time is held whole on the device.
 
         Args:
             rank0_only: Return an empty dict on the other ranks.
         """
-        self._watch.check()
+        self._meet("full_state_dict", self._watch.check)
         keeps = not rank0_only or self.topology.world.rank == 0
         parameters: dict[str, torch.Tensor] = {}
         for space in self.spaces:
@@ -80,9 +123,9 @@ class WholeModel:
             return {}
         return {
             key: parameters[key]
-            if is_parameter
-            else module._buffers[attribute].detach().cpu().clone()  # type: ignore[union-attr]
-            for key, module, attribute, is_parameter in state_entries(self.model)
+            if kind is StateKind.PARAMETER
+            else _on_host(kind.read(module, attribute))
+            for key, module, attribute, kind in state_entries(self.model)
         }
 
     def load_full_state_dict(
@@ -106,8 +149,12 @@ class WholeModel:
                 wider than the master's (cast the tensor first if that is wanted); or a forward
                 waits for its backward.
         """
-        self._watch.check()
-        self._refuse_mid_step("load_full_state_dict")
+
+        def check() -> None:
+            self._watch.check()
+            self._refuse_mid_step("load_full_state_dict")
+
+        self._meet("load_full_state_dict", check)
         is_source = self.topology.world.rank == 0
         plan: list[Any] = [self._compare(state_dict, strict) if is_source else None]
         dist.broadcast_object_list(plan, group=self.topology.world.group, group_src=0)
@@ -124,14 +171,37 @@ class WholeModel:
                     source = next(state_dict[name] for name in slot.aliases if name in state_dict)
                     space.view_of(slot, values).copy_(source)
             space.scatter(values if is_source else None)
-        for key, module, attribute, is_parameter in state_entries(self.model):
-            buffer = module._buffers.get(attribute)
-            if not is_parameter and key not in absent and buffer is not None:
-                if is_source:
-                    buffer.copy_(state_dict[key])
-                self.topology.world.broadcast(buffer, key)
+        self._load_others(state_dict if is_source else None, absent)
         self._schedule.free_all()
         return IncompatibleKeys(missing, unexpected)
+
+    def _load_others(self, state_dict: Mapping[str, Any] | None, absent: set[str]) -> None:
+        """Have rank 0's buffers and extra states on every rank; the other ranks give None."""
+        extras: list[str] = []
+        for key, module, attribute, kind in state_entries(self.model):
+            if key in absent or kind is StateKind.PARAMETER:
+                continue
+            if kind is StateKind.EXTRA:
+                extras.append(key)
+                continue
+            buffer = module._buffers[attribute]
+            assert buffer is not None
+            if state_dict is not None:
+                buffer.copy_(state_dict[key])
+            self.topology.world.broadcast(buffer, key)
+        if extras:
+            values: list[Any] = [None]
+            if state_dict is not None:
+                values = [{key: _on_host(state_dict[key]) for key in extras}]
+            dist.broadcast_object_list(values, group=self.topology.world.group, group_src=0)
+            take_extra_states(self.model, values[0])
+
+    def _meet(self, caller: str, check: Callable[[], T]) -> T:
+        """Check something once all ranks are here; those that do not come are named."""
+        if self.topology.world.size != dist.get_world_size():
+            # Ranks meet in the store of the default group, and only some of them belong here.
+            return check()
+        return together(f"engine.{caller}()", check)
 
     def _refuse_mid_step(self, caller: str) -> None:
         if self._schedule.is_mid_step:
