@@ -63,6 +63,16 @@ def plan(
     update_device: Annotated[
         str | None, typer.Option(help="cpu: masters and optimizer state on the host.")
     ] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name pattern of modules that are gathered as one unit, such as "
+            "'model.layers.*'; may be given several times. Default: every block."
+        ),
+    ] = None,
+    packs: Annotated[
+        bool, typer.Option(help="Pack sibling projections, as sshsdp.find_packs does.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the address space of a unit and the memory bars.")
@@ -78,6 +88,7 @@ def plan(
     from sshsdp.estimate.plan import make_plan
     from sshsdp.estimate.step_time import Batch
     from sshsdp.estimate.tables import plan_tables
+    from sshsdp.packs import find_packs
     from sshsdp.policies import UpdatePolicy
 
     try:
@@ -91,8 +102,9 @@ def plan(
                 num_micro_batches=micro_batches,
                 is_checkpointed=checkpoint_activations,
             )
+        module = load_model(model)
         made = make_plan(
-            load_model(model),
+            module,
             model_name=_short_name(model),
             mesh=_parse_mesh(mesh),
             optimizer=optimizer_cost(optimizer),
@@ -101,6 +113,8 @@ def plan(
             batch=work,
             # The policy checks both values.
             update=UpdatePolicy(sharding=sharding, device=update_device),  # type: ignore[arg-type]
+            units=tuple(unit) if unit else None,
+            packs=find_packs(module) if packs else (),
         )
         if plot is not None:
             from sshsdp.estimate.drawing import draw_plan

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import sshsdp
+from sshsdp.estimate.planning import plan_layout, specs_by_unit
 from tests.support.compare import assert_close, worst_weight
 from tests.support.runtime import assert_forward_uses_masters, assert_runtime_is_cast_of_masters
 from tests.support.training import (
@@ -25,8 +27,6 @@ from tests.support.training import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import sshsdp
 
 MESHES = [(2, 2), (4, 1), (1, 4), (1, 3), (3, 1), (2, 1)]
 # Gradients are summed axis by axis, (r0 + r1) + (r2 + r3), where the reference adds in rank order.
@@ -217,3 +217,24 @@ def test_ranks_of_a_mesh_issue_the_same_collectives_in_the_same_order(
     assert any(kind.startswith("replicate/") for kind in by_rank[0])
     for sequences in by_rank[1:]:
         assert sequences == by_rank[0]
+
+
+def layouts_with_packs(recipe: Recipe) -> tuple[str, str]:
+    """The layout of the engine, and the one that is planned without a process group."""
+    model = prepare_model(recipe)
+    assert recipe.mesh is not None
+    policy = sshsdp.RuntimePolicy(dtype=torch.float32, packs=sshsdp.find_packs(model))
+    planned = plan_layout(
+        specs_by_unit(model, policy),
+        num_replicas=recipe.mesh[0],
+        num_shards=recipe.mesh[1],
+        update=sshsdp.UpdatePolicy(),
+    )
+    _, engine, _ = shard(recipe)
+    return planned.digest(), engine.layout.digest()
+
+
+def test_packs_are_planned_as_the_engine_lays_them_out(workers: Callable[[int], Any]) -> None:
+    recipe = Recipe(subject="llama", mesh=(2, 2), packs=True)
+    found = workers(4).run(layouts_with_packs, recipe)
+    assert len({digest for pair in found for digest in pair}) == 1

@@ -55,6 +55,20 @@ def test_memory_of_a_rank_is_what_the_shapes_say() -> None:
     assert made["schemes"]["FSDP2"]["mesh"] == [1, 8]
 
 
+def test_units_and_packs_are_the_user_s_choice() -> None:
+    patterns = ("model.layers.*.mlp", "model.layers.*.self_attn")
+    options = [word for pattern in patterns for word in ("--unit", pattern)]
+    made = plan("--model", LLAMA, "--mesh", "2x4", "--packs", *options)
+    names = [name for row in made["units"] for name in row["names"]]
+    assert len(names) == 1 + 2 * 3
+    whole = plan("--model", LLAMA, "--mesh", "2x4")
+    numels = [
+        sum(s["numel"] * len(r["names"]) for r in m["units"] for s in r["spaces"])
+        for m in (made, whole)
+    ]
+    assert numels[0] == numels[1]
+
+
 def test_a_one_dimensional_mesh_has_no_classic_hsdp_beside_it() -> None:
     made = plan("--model", LLAMA, "--mesh", "4")
     assert made["mesh"] == [1, 4]
@@ -264,6 +278,10 @@ REFUSALS = {
     "an unknown kind of picture": (
         ("--model", LLAMA, "--mesh", "2", "--plot", "plan.xyz"),
         "--plot plan.xyz",
+    ),
+    "a unit that is not there": (
+        ("--model", LLAMA, "--mesh", "2", "--unit", "nope.*"),
+        "the pattern 'nope.*' matches no name",
     ),
 }
 

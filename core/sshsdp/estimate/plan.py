@@ -23,6 +23,8 @@ from sshsdp.layout.unit_plan import alignment_of, group_by_space, requests_of
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sshsdp.engine.collect import UnitRule
     from sshsdp.engine.slots import ParameterSlot
     from sshsdp.estimate.hardware import Hardware
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from sshsdp.layout.cuts import Cuts
     from sshsdp.layout.layout import Layout, UnitLayout
     from sshsdp.layout.unit_plan import ParameterSpec
+    from sshsdp.packs import Pack
 
 __all__ = ["FORMATS", "Plan", "Scheme", "UnitRow", "make_plan", "takes_mxfp8"]
 
@@ -183,6 +186,7 @@ def make_plan(
     batch: Batch | None = None,
     update: UpdatePolicy | None = None,
     units: UnitRule = None,
+    packs: Sequence[Pack] = (),
 ) -> Plan:
     """Predict memory, traffic and time.
 
@@ -196,16 +200,18 @@ def make_plan(
         batch: What a rank works on; None to leave time and activations out.
         update: The update policy.
         units: As in `sshsdp.shard`.
+        packs: As in `sshsdp.RuntimePolicy`.
 
     Raises:
-        ValueError: An unknown format, or a mesh of less than one rank.
+        ValueError: An unknown format, or a mesh of less than one rank; units or packs that the
+            model does not have.
     """
     if runtime_format not in FORMATS:
         raise ValueError(f"unknown format {runtime_format!r}; known: {', '.join(FORMATS)}")
     num_replicas, num_shards = mesh
     if num_replicas < 1 or num_shards < 1:
         raise ValueError(f"the mesh must have at least one rank per axis, got {mesh}")
-    runtime = RuntimePolicy(dtype=FORMATS[runtime_format])
+    runtime = RuntimePolicy(dtype=FORMATS[runtime_format], packs=packs)
     update = update or UpdatePolicy()
     choose = _Choices(optimizer, runtime_format)
     specs = specs_by_unit(model, runtime, units=units, cuts_of=choose.cuts, dtype_of=choose.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.engine.packing import resolve_packs
 from sshsdp.engine.patterns import check_patterns, first_match
 from sshsdp.formats.dense import DenseFormat
 from sshsdp.layout.cuts import elements
@@ -40,7 +41,7 @@ def specs_by_unit(
 
     Args:
         model: The model; may be on meta.
-        runtime: Gives each parameter its runtime dtype.
+        runtime: Gives each parameter its runtime dtype and its pack.
         units: As in `sshsdp.shard`.
         cuts_of: Parameter and unit name to where shards may cut it; default: anywhere.
         dtype_of: Parameter and unit name to another runtime dtype than the policy's, or None.
@@ -48,9 +49,14 @@ def specs_by_unit(
     slots = collect_slots(model)
     modules = find_unit_modules(model, units)
     check_patterns(runtime.formats, [alias for slot in slots for alias in slot.aliases], "formats")
+    unit_of = {slot: unit_of_slot(slot, modules) for slot in slots}
+    packs = resolve_packs(runtime.packs, slots, unit_of)
+    label = {slot: str(index) for index, pack in enumerate(packs) for slot in pack}
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{name: [] for name in modules}}
-    for slot in slots:
-        unit = unit_of_slot(slot, modules)
+    # As in the engine, packs come first: their members follow one another in the packs' order.
+    packed = [slot for pack in packs for slot in pack]
+    for slot in [*packed, *(slot for slot in slots if slot not in label)]:
+        unit = unit_of[slot]
         dtype = dtype_of(slot, unit) if dtype_of is not None else None
         members[unit].append(
             ParameterSpec(
@@ -59,6 +65,7 @@ def specs_by_unit(
                 runtime_dtype=dtype or _policy_dtype(slot, runtime),
                 is_trainable=slot.requires_grad,
                 cuts=cuts_of(slot, unit) if cuts_of is not None else elements(),
+                pack=label.get(slot),
             )
         )
     return {name: specs for name, specs in members.items() if specs or name == ROOT}
