@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+import sshsdp
 from lightning_sshsdp.environment import engine_of, unwrap_optimizer
 from lightning_sshsdp.sharded_files import (
     check_local,
@@ -26,20 +27,18 @@ from lightning_sshsdp.sharded_files import (
     load_sharded_model,
     load_sharded_optimizer,
     read_metadata,
-    save_file,
     save_sharded,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import sshsdp
-
 __all__ = ["CURRENT_STATE", "CheckpointMixin"]
 
 # Where callbacks that average weights keep the current ones, as Lightning's WeightAveraging does.
 CURRENT_STATE = "current_model_state"
 
+_SAVE = "trainer.save_checkpoint()"
 
 logger = logging.getLogger(__name__)
 
@@ -115,24 +114,26 @@ class CheckpointMixin:
         Raises:
             TypeError: ``storage_options`` were given, which only single files take.
             ValueError: A sharded checkpoint would go to a URL.
-            IsADirectoryError: A full checkpoint would replace a directory that is no checkpoint.
+            RuntimeError: A rank failed or did not call, or a directory that is no checkpoint is in
+                the way. What was at the path is still there.
         """
         if self._checkpoint_format == "sharded":
             if storage_options is not None:
                 raise TypeError(
                     "storage_options are for checkpoint='full': a CheckpointIO takes them"
                 )
-            path = Path(self.broadcast(filepath))
             check_local(filepath)
             states = {"model": checkpoint.pop("state_dict")}
             if CURRENT_STATE in checkpoint:
                 states[CURRENT_STATE] = checkpoint.pop(CURRENT_STATE)
             for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
                 states[f"optimizer_{index}"] = state
-            save_sharded(path, states, checkpoint)
+            save_sharded(_SAVE, Path(filepath), states, checkpoint)
             return
         write = super().save_checkpoint
-        save_file(Path(filepath), lambda: write(checkpoint, filepath, storage_options))
+        sshsdp.write_checkpoint_file(
+            _SAVE, filepath, lambda: write(checkpoint, filepath, storage_options)
+        )
 
     # Loading
 
@@ -145,7 +146,7 @@ class CheckpointMixin:
         shards. A checkpoint without optimizer states starts the optimizers afresh.
         """
         checkpoint_path = self.broadcast(checkpoint_path)
-        path = Path(checkpoint_path)
+        path = sshsdp.find_checkpoint(checkpoint_path)
         self._directory = path if is_sharded_checkpoint(path) else None
         if self._directory is not None:
             checkpoint = read_metadata(path, weights_only)
@@ -154,9 +155,12 @@ class CheckpointMixin:
             # Only rank 0 reads the tensors: the others must not hold a copy each.
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            # A URL stays as it was given.
+            given = path if path.exists() else checkpoint_path
+            checkpoint = super().load_checkpoint(given, weights_only=weights_only)
         if "lr_schedulers" not in checkpoint and self.lightning_module.trainer.state.fn == "fit":
-            logger.warning(
+            log = logger.warning if self.is_global_zero else logger.debug
+            log(
                 "%s holds only the model (save_weights_only): optimizers and learning rate "
                 "schedulers start afresh",
                 path,

@@ -25,13 +25,15 @@ def read_directories(saving: ModuleType) -> None:
 
     @functools.wraps(original)
     def load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(path_or_url, (str, Path)) and Path(path_or_url).is_dir():
+        if isinstance(path_or_url, (str, Path)) and not Path(path_or_url).is_file():
             # Not before it is needed: this module is loaded along with torch.
             from lightning_sshsdp.sharded_files import read_metadata, read_whole_model
+            from sshsdp import find_checkpoint
 
-            path = Path(path_or_url)
-            metadata = read_metadata(path, kwargs.get("weights_only"))
-            return {**metadata, "state_dict": read_whole_model(path)}
+            path = find_checkpoint(path_or_url)
+            if path.is_dir():
+                metadata = read_metadata(path, kwargs.get("weights_only"))
+                return {**metadata, "state_dict": read_whole_model(path)}
         return original(path_or_url, *args, **kwargs)
 
     load.reads_directories = True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+import sshsdp
 from lightning_sshsdp.environment import StepWrapper, engine_of_wrapper
 from lightning_sshsdp.sharded_files import (
     check_local,
@@ -20,16 +21,15 @@ from lightning_sshsdp.sharded_files import (
     load_sharded_model,
     load_sharded_optimizer,
     read_metadata,
-    save_file,
     save_sharded,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import sshsdp
-
 __all__ = ["FabricCheckpointMixin"]
+
+_SAVE = "fabric.save()"
 
 
 class FabricCheckpointMixin:
@@ -86,9 +86,9 @@ class FabricCheckpointMixin:
             TypeError: ``storage_options`` were given, which only single files take.
             ValueError: The state holds no module that was set up, or a sharded checkpoint would go
                 to a URL.
-            IsADirectoryError: A full checkpoint would replace a directory that is no checkpoint.
+            RuntimeError: A rank failed or did not call, or a directory that is no checkpoint is in
+                the way. What was at the path is still there.
         """
-        path = Path(self.broadcast(path))
         if not any(isinstance(value, StepWrapper) for value in state.values()):
             raise ValueError(
                 "the checkpoint state holds no module that was set up: save(path, {'model': model, "
@@ -103,9 +103,10 @@ class FabricCheckpointMixin:
             check_local(path)
             shards = {key: value for key, value in converted.items() if _is_sharded(state[key])}
             rest = {key: value for key, value in converted.items() if key not in shards}
-            save_sharded(path, shards, rest)
+            save_sharded(_SAVE, Path(path), shards, rest)
             return
-        save_file(
+        sshsdp.write_checkpoint_file(
+            _SAVE,
             path,
             lambda: self.checkpoint_io.save_checkpoint(
                 checkpoint=converted, path=path, storage_options=storage_options
@@ -135,10 +136,12 @@ class FabricCheckpointMixin:
         Raises:
             KeyError: ``strict``, and the checkpoint has no such key.
         """
-        path = Path(self.broadcast(path))
+        given = self.broadcast(path)
+        path = sshsdp.find_checkpoint(given)
         if is_sharded_checkpoint(path):
             return self._load_directory(path, state, strict, weights_only)
-        checkpoint = self._read_file(path, weights_only)
+        # A URL stays as it was given.
+        checkpoint = self._read_file(path if path.exists() else given, weights_only)
         if not state:
             return checkpoint
         if not isinstance(state, dict):
@@ -177,8 +180,8 @@ class FabricCheckpointMixin:
             metadata.pop(key, None)
         return metadata
 
-    def _read_file(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        if self._checkpoint_io is None and path.is_file():
+    def _read_file(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        if self._checkpoint_io is None and Path(path).is_file():
             # Only rank 0 reads the tensors: the others must not hold a copy each.
             whole: dict[str, Any] = torch.load(
                 path, map_location="cpu", mmap=True, weights_only=weights_only

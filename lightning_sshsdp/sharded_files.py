@@ -1,21 +1,22 @@
-"""Checkpoint directories: shards, and a ``meta.pt`` for everything that is no shard."""
+"""Checkpoint directories: shards, and a ``meta.pt`` for everything that is no shard.
+
+How one checkpoint replaces another is the engine's business (`sshsdp.write_checkpoint`).
+"""
 
 from __future__ import annotations
 
-import shutil
+import io
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import sshsdp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
-
-    import sshsdp
 
 __all__ = [
     "check_local",
@@ -25,7 +26,6 @@ __all__ = [
     "load_sharded_optimizer",
     "read_metadata",
     "read_whole_model",
-    "save_file",
     "save_sharded",
 ]
 
@@ -50,96 +50,30 @@ def check_local(path: str | Path) -> None:
         )
 
 
-def save_sharded(path: Path, states: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Write a directory beside ``path``, then put it there. Collective.
+def save_sharded(
+    caller: str, path: Path, states: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> None:
+    """Write a directory. Collective; complete or absent.
 
-    Replaces a file or a checkpoint directory at ``path``. Killed in the middle, it leaves what was
-    there before.
-
-    Raises:
-        IsADirectoryError: A directory that is no checkpoint is in the way.
-        RuntimeError: A rank could not write.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    _on_rank_0(lambda: _prepare(path, unfinished))
-    try:
-        dcp.save(dict(states), storage_writer=dcp.FileSystemWriter(unfinished))
-    except CheckpointException as error:
-        # It derives from BaseException, so that Lightning would not clean up.
-        raise RuntimeError(f"could not write the checkpoint {path}: {error}") from error
-
-    def finish() -> None:
-        torch.save(dict(metadata), unfinished / METADATA_FILE)
-        _replace(unfinished, path)
-
-    _on_rank_0(finish)
-
-
-def _prepare(path: Path, unfinished: Path) -> None:
-    _refuse_other_directories(path)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-
-
-def _replace(new: Path, path: Path) -> None:
-    if path.is_dir():
-        old = _aside(path)
-        path.rename(old)
-        new.rename(path)
-        shutil.rmtree(old)
-        return
-    path.unlink(missing_ok=True)
-    new.rename(path)
-
-
-def _on_rank_0(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0; raise its error on every rank, so that none waits in vain."""
-    outcome: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as error:
-            outcome[0] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
-
-
-def save_file(path: Path, write: Callable[[], None]) -> None:
-    """Call ``write`` on rank 0 to write a file to ``path``. Collective.
-
-    A checkpoint directory at ``path`` makes way, and is there again if ``write`` fails.
+    Args:
+        caller: What the user called, for messages.
+        path: Where; a file or a checkpoint directory there is replaced. Rank 0's counts.
+        states: Shards by key.
+        metadata: Everything else; rank 0's is written.
 
     Raises:
-        IsADirectoryError: A directory that is no checkpoint is in the way.
+        RuntimeError: A rank could not write or did not come, or a directory that is no checkpoint
+            is in the way. What was at ``path`` is still there.
     """
 
-    def replace() -> None:
-        _refuse_other_directories(path)
-        if not path.is_dir():
-            write()
-            return
-        old = _aside(path)
-        path.rename(old)
-        try:
-            write()
-        except BaseException:
-            old.rename(path)
-            raise
-        shutil.rmtree(old)
+    def make() -> tuple[Mapping[str, Any], dict[str, bytes]]:
+        if dist.get_rank() != 0:
+            return states, {}
+        buffer = io.BytesIO()
+        torch.save(dict(metadata), buffer)
+        return states, {METADATA_FILE: buffer.getvalue()}
 
-    _on_rank_0(replace)
-
-
-def _refuse_other_directories(path: Path) -> None:
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        raise IsADirectoryError(f"the checkpoint path is a directory, but no checkpoint: {path}")
-
-
-def _aside(path: Path) -> Path:
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    return old
+    sshsdp.write_checkpoint(caller, path, make, replaces_files=True)
 
 
 def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -156,11 +90,7 @@ def load_sharded_model(engine: sshsdp.Engine, path: Path, key: str, *, strict: b
     Raises:
         ValueError: Names or shapes in the file and in the model differ (names: if ``strict``).
     """
-    names = _top_level_keys(path)
-    # Lightning's ModelParallelStrategy calls the model otherwise than its FSDPStrategy.
-    if key not in names and key == "model" and "state_dict" in names:
-        key = "state_dict"
-    engine.load_model_checkpoint(path, key, strict=strict)
+    engine.load_model_checkpoint(path, _model_key(path, key), strict=strict)
 
 
 def load_sharded_optimizer(
@@ -178,21 +108,17 @@ def count_sharded_optimizers(path: Path) -> int:
     return sum(key.startswith("optimizer_") for key in _top_level_keys(path))
 
 
+def read_whole_model(path: Path) -> dict[str, Any]:
+    """The model's state dict, whole, on the CPU. Local; needs no process group."""
+    return sshsdp.read_checkpoint(path, _model_key(path, "model"))
+
+
+def _model_key(path: Path, key: str) -> str:
+    # Lightning's ModelParallelStrategy calls the model otherwise than its FSDPStrategy.
+    names = _top_level_keys(path)
+    return "state_dict" if key == "model" and key not in names and "state_dict" in names else key
+
+
 def _top_level_keys(path: Path) -> set[str]:
     metadata = dcp.FileSystemReader(path).read_metadata()
     return {name.partition(".")[0] for name in metadata.state_dict_metadata}
-
-
-def read_whole_model(path: Path) -> dict[str, torch.Tensor]:
-    """All of the model's tensors, whole, on the CPU. Local; needs no process group."""
-    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for prefix in ("model.", "state_dict."):
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-        if tensors:
-            dcp.load(tensors, checkpoint_id=path, no_dist=True)
-            return {name.removeprefix(prefix): value for name, value in tensors.items()}
-    raise ValueError(f"the checkpoint {path} holds no model, only {sorted(_top_level_keys(path))}")
