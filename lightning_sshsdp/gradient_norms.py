@@ -45,7 +45,10 @@ def grad_norm(
     power = float(norm_type)
     if power <= 0:
         raise ValueError(f"norm_type must be positive or 'inf', got {norm_type!r}")
-    names = [name for name, _ in module.named_parameters()]
+    # The engine leaves out the level that torch's wrapper for activation checkpointing puts in.
+    names = [
+        name.replace("_checkpoint_wrapped_module.", "") for name, _ in module.named_parameters()
+    ]
     norms, has_gradient = _norms(engine, names, power)
     prefix = f"grad_{power}_norm"
     found = {

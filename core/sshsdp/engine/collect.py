@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from sshsdp.engine.names import named_modules
 from sshsdp.engine.parameter import slot_of
 from sshsdp.engine.patterns import check_patterns, first_match
 from sshsdp.engine.slots import ParameterSlot
@@ -37,7 +38,7 @@ def collect_slots(model: nn.Module) -> list[ParameterSlot]:
     """
     names: dict[nn.Parameter, list[str]] = {}
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(model, remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -83,7 +84,7 @@ def find_unit_modules(model: nn.Module, rule: UnitRule) -> dict[str, nn.Module]:
         ValueError: A class or a pattern that matches no module.
         TypeError: Something else was given.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {name: module for name, module in named_modules(model) if name}
     if rule is None:
         chosen = _children_of_lists(modules)
     elif callable(rule) and not isinstance(rule, type):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from sshsdp.engine.names import named_modules
 from sshsdp.engine.patterns import check_patterns
 from sshsdp.layout.optimization_units import OptimizationUnit, Split, optimization_units
 
@@ -40,7 +41,7 @@ def resolve_splits(
     """
     names = [alias for slot in slots for alias in slot.aliases]
     check_patterns(splits, names, "splits")
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     return {slot: _units(slot, splits, modules) for slot in slots}
 
 

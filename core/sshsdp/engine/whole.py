@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from sshsdp.checkpoint.rendezvous import together
 from sshsdp.engine.agreement import agree
+from sshsdp.engine.names import named_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +62,7 @@ class StateKind(Enum):
 
 def state_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, StateKind]]:
     """``(key, module, attribute, kind)`` in ``state_dict`` order, persistent ones."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(model, remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
