@@ -11,6 +11,7 @@ from sshsdp.checkpoint.store import read_checkpoint, write_checkpoint, write_che
 from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.formats.mxfp8 import MXFP8Format
 from sshsdp.layout.optimization_units import OptimizationUnit, Split
 from sshsdp.optim.granularity import register_optimizer
 from sshsdp.packs import Pack, find_packs
@@ -20,6 +21,7 @@ from sshsdp.stats import Stats
 __all__ = [
     "DenseFormat",
     "Engine",
+    "MXFP8Format",
     "OptimizationUnit",
     "Pack",
     "RuntimePolicy",

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.formats.mxfp8 import MXFP8Format
 from sshsdp.layout.optimization_units import Split
 from sshsdp.packs import Pack
 
@@ -19,9 +20,12 @@ class RuntimePolicy:
 
     Attributes:
         dtype: Compute dtype of gathered parameters. ``None`` keeps each parameter's own dtype.
+        format: ``"mxfp8"``, or an `sshsdp.MXFP8Format`: linear layers of the repeated blocks are in
+            MXFP8 (plain ``nn.Linear`` weights and packed experts, in every unit but the root, whose
+            last two dims are multiples of 32; routers stay dense). The log says which.
         formats: Name pattern (``fnmatch`` glob over FQNs, ``*`` crosses dots) to runtime format;
-            the first match wins, the rest takes ``DenseFormat(dtype)``. Non-floating parameters
-            always keep their dtype.
+            the first match wins, the rest takes ``format`` where that applies, else
+            ``DenseFormat(dtype)``. Non-floating parameters always keep their dtype.
         packs: Parameters that form one contiguous runtime tensor, see `sshsdp.Pack`.
         reshard_after_forward: Free gathered parameters after a unit's forward and gather them again
             in backward (less memory), or keep them (fewer bytes on the wire).
@@ -31,7 +35,8 @@ class RuntimePolicy:
     """
 
     dtype: torch.dtype | None = torch.bfloat16
-    formats: Mapping[str, DenseFormat] = field(default_factory=dict)
+    format: MXFP8Format | Literal["mxfp8"] | None = None
+    formats: Mapping[str, DenseFormat | MXFP8Format] = field(default_factory=dict)
     packs: Sequence[Pack] = ()
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -45,11 +50,24 @@ class RuntimePolicy:
         if self.prefetch < 0:
             raise ValueError(f"RuntimePolicy.prefetch must be 0 or more, got {self.prefetch}")
         for pattern, runtime_format in self.formats.items():
-            if not isinstance(runtime_format, DenseFormat):
+            if not isinstance(runtime_format, (DenseFormat, MXFP8Format)):
                 raise TypeError(
                     f"RuntimePolicy.formats[{pattern!r}] must be a runtime format such as "
-                    f"sshsdp.DenseFormat(torch.float32), got {runtime_format!r}"
+                    "sshsdp.DenseFormat(torch.float32) or sshsdp.MXFP8Format(), got "
+                    f"{runtime_format!r}"
                 )
+        if self.format == "mxfp8":
+            object.__setattr__(self, "format", MXFP8Format())
+        if self.format is not None and not isinstance(self.format, MXFP8Format):
+            raise ValueError(
+                "RuntimePolicy.format must be None, 'mxfp8' or an sshsdp.MXFP8Format, got "
+                f"{self.format!r}; dense formats are chosen by dtype"
+            )
+        if self.format is not None and self.dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                "RuntimePolicy(format='mxfp8') computes in float32 or bfloat16, got "
+                f"dtype={self.dtype}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from sshsdp.engine.format_choice import takes_mxfp8
 from sshsdp.estimate.hardware import HARDWARE, find_hardware
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.padding_table import SHARDS, markdown
 from sshsdp.estimate.peers import dim0_padded_numel, lcm_padded_numel
-from sshsdp.estimate.plan import takes_mxfp8
 from sshsdp.estimate.planning import plan_layout, specs_by_unit
 from sshsdp.estimate.work import model_work
 from sshsdp.layout import planner
@@ -148,7 +148,8 @@ def test_a_model_of_671b_parameters_is_planned_in_a_moment() -> None:
     model = load_model(str(DOCS / "configs" / "deepseek-v3.json"))
 
     def cuts_of(slot: ParameterSlot, unit: str) -> Cuts:
-        return rows(slot.shape, 32, may_transpose=True) if takes_mxfp8(slot) else elements()
+        is_cut_by_rows = takes_mxfp8(slot, unit)
+        return rows(slot.shape, 32, may_transpose=True) if is_cut_by_rows else elements()
 
     specs = specs_by_unit(model, RuntimePolicy(), cuts_of=cuts_of)
     assert len(specs) == 62

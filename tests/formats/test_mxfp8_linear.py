@@ -16,7 +16,7 @@ from sshsdp.formats.mxfp8_blocks import BlockScaled, quantize
 from sshsdp.formats.mxfp8_emulation import Emulation
 from sshsdp.formats.mxfp8_gemm import choose_backend
 from sshsdp.formats.mxfp8_linear import MXFP8Operand, mxfp8_grouped_linear, mxfp8_linear
-from tests.formats.mxfp8_reference import ReferenceLinear, rounded
+from tests.support.mxfp8_reference import ReferenceLinear, rounded
 from tests.support.zoo import Decoder
 
 if TYPE_CHECKING:

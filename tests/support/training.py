@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sshsdp
+from tests.support.multiples import MULTIPLES
 from tests.support.oddities import ODDITIES
 from tests.support.subject import Subject, by_name
 from tests.support.zoo import SUBJECTS
@@ -36,7 +37,7 @@ __all__ = [
     "train_sshsdp",
 ]
 
-_SUBJECTS = by_name([*SUBJECTS, *ODDITIES])
+_SUBJECTS = by_name([*SUBJECTS, *ODDITIES, *MULTIPLES])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Recipe:
 
     Attributes:
         subject: Name of a `Subject`.
-        optimizer: Which; AdamW decays weights, SGD has momentum.
+        optimizer: Which; AdamW decays weights, SGD has momentum, plain SGD neither.
         micro_batches: Forward and backward passes per step.
         defer_reduction: All but the last micro-batch under ``no_sync``.
         clip: Norm to clip gradients to.
@@ -59,10 +60,11 @@ class Recipe:
         mesh: ``(replicate, shard)``; None for a 1-D mesh.
         sharding: Of the update state over such a mesh.
         packs: Run with the packs that `sshsdp.find_packs` finds.
+        mxfp8: Linear layers of repeated blocks in MXFP8; plain torch runs them by torchao.
     """
 
     subject: str
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "plain sgd"] = "adamw"
     steps: int = 10
     micro_batches: int = 1
     defer_reduction: bool = True
@@ -77,12 +79,16 @@ class Recipe:
     mesh: tuple[int, int] | None = None
     sharding: Literal["hierarchical", "replicated"] = "hierarchical"
     packs: bool = False
+    mxfp8: bool = False
 
     @property
     def runtime_policy(self) -> sshsdp.RuntimePolicy:
         """The policy for `sshsdp.shard`."""
         return sshsdp.RuntimePolicy(
-            dtype=self.dtype, prefetch=self.prefetch, reshard_after_forward=self.reshard
+            dtype=self.dtype,
+            prefetch=self.prefetch,
+            reshard_after_forward=self.reshard,
+            format="mxfp8" if self.mxfp8 else None,
         )
 
     @property
@@ -136,12 +142,19 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         ]
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
+    if recipe.optimizer == "plain sgd":
+        return torch.optim.SGD(groups, lr=3e-3)
     return torch.optim.SGD(groups, lr=3e-3, momentum=0.9, weight_decay=0.01)
 
 
 def train_plain(recipe: Recipe, world_size: int) -> Outcome:
     """Train in this process on the batches of ``world_size`` ranks."""
     subject, model = subject_of(recipe), prepare_model(recipe)
+    if recipe.mxfp8:
+        # torchao is slow to import.
+        from tests.support.mxfp8_reference import run_by_reference
+
+        run_by_reference(model)
     optimizer = make_optimizer(recipe, model)
     losses, norms = [], []
     for step in range(recipe.steps):

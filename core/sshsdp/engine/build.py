@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,26 +12,37 @@ import torch.distributed as dist
 from sshsdp.engine.agreement import agree
 from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
 from sshsdp.engine.engine import Engine
+from sshsdp.engine.format_choice import choose_formats, format_table
 from sshsdp.engine.materialize import holds_meta, materialize
 from sshsdp.engine.packing import resolve_packs
-from sshsdp.engine.patterns import check_patterns, first_match
+from sshsdp.engine.patterns import check_patterns
 from sshsdp.engine.space import ShardedSpace, plan_space
+from sshsdp.engine.space_format import BlockSpaceFormat, DenseSpaceFormat
 from sshsdp.engine.splits import resolve_splits
 from sshsdp.engine.topology import Topology, mesh_sizes, resolve_mesh
 from sshsdp.engine.unit import Unit
 from sshsdp.formats.dense import DenseFormat
+from sshsdp.formats.mxfp8 import MXFP8Format
+from sshsdp.formats.mxfp8_gemm import choose_backend
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 from sshsdp.stats import Stats
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from sshsdp.engine.collect import UnitRule
+    from sshsdp.engine.format_choice import FormatChoice
     from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space_format import SpaceFormat
+    from sshsdp.formats.mxfp8_gemm import GemmBackend
     from sshsdp.layout.address_space import AddressSpace
 
 __all__ = ["shard"]
+
+logger = logging.getLogger(__name__)
 
 
 def shard(
@@ -80,6 +92,7 @@ def shard(
 
     slots: list[ParameterSlot] = []
     plans: list[_UnitPlan] = []
+    choices: dict[ParameterSlot, FormatChoice] = {}
     error: Exception | None = None
     try:
         slots = collect_slots(model)
@@ -89,13 +102,19 @@ def shard(
         for slot, its_units in resolve_splits(update.splits, model, slots).items():
             slot.optimization_units = its_units
         unit_modules = find_unit_modules(model, units)
-        plans = _plan_units(model, slots, unit_modules, runtime, mesh_sizes(mesh, update))
+        unit_of = {slot: unit_of_slot(slot, unit_modules) for slot in slots}
+        packs = resolve_packs(runtime.packs, slots, unit_of)
+        choices = choose_formats(slots, unit_of, packs, runtime)
+        formats = _space_formats(choices, runtime, target)
+        modules = {ROOT: model, **unit_modules}
+        plans = _plan_units(modules, unit_of, packs, formats, mesh_sizes(mesh, update))
     except Exception as caught:
         error = caught
     agree(_describe(model, mesh, slots, plans, runtime, update), error, "sshsdp.shard()")
 
     stats = Stats()
     topology = Topology.build(mesh, target, stats, update)
+    _log_formats(choices, runtime)
     built = _Builder(model, topology, update, stats).build(plans)
     _place_buffers(model, topology)
     return Engine(model, built, topology, runtime, update, stats)
@@ -114,7 +133,7 @@ class _SpacePlan:
     slots: list[ParameterSlot]
     packs: list[list[ParameterSlot]]
     trainable: bool
-    runtime_dtype: torch.dtype
+    space_format: SpaceFormat
     layout: AddressSpace
 
 
@@ -127,21 +146,45 @@ class _UnitPlan:
     spaces: list[_SpacePlan]
 
 
+def _space_formats(
+    choices: Mapping[ParameterSlot, FormatChoice], runtime: RuntimePolicy, device: torch.device
+) -> dict[ParameterSlot, SpaceFormat]:
+    """What each parameter's space must be made as; equal ones may share a space."""
+    dense = DenseFormat(runtime.dtype)
+    backends: dict[MXFP8Format, GemmBackend] = {}
+    formats: dict[ParameterSlot, SpaceFormat] = {}
+    for slot, (chosen, _) in choices.items():
+        if isinstance(chosen, DenseFormat):
+            formats[slot] = DenseSpaceFormat(chosen.runtime_dtype(slot.original_dtype))
+            continue
+        if chosen not in backends:
+            backends[chosen] = choose_backend(chosen.backend, device, chosen.rounding)
+        dtype = dense.runtime_dtype(slot.original_dtype)
+        formats[slot] = BlockSpaceFormat(dtype, chosen, backends[chosen])
+    return formats
+
+
+def _log_formats(choices: Mapping[ParameterSlot, FormatChoice], runtime: RuntimePolicy) -> None:
+    if any(isinstance(choice.runtime_format, MXFP8Format) for choice in choices.values()):
+        logger.info("runtime formats:\n%s", format_table(choices))
+    elif runtime.format is not None:
+        logger.warning(
+            "RuntimePolicy(format='mxfp8') applies to no parameter:\n%s", format_table(choices)
+        )
+
+
 def _plan_units(
-    model: nn.Module,
-    slots: list[ParameterSlot],
-    unit_modules: dict[str, nn.Module],
-    runtime: RuntimePolicy,
+    modules: Mapping[str, nn.Module],
+    unit_of: Mapping[ParameterSlot, str],
+    packs: list[list[ParameterSlot]],
+    formats: Mapping[ParameterSlot, SpaceFormat],
     sizes: tuple[int, int],
 ) -> list[_UnitPlan]:
-    unit_of = {slot: unit_of_slot(slot, unit_modules) for slot in slots}
-    packs = resolve_packs(runtime.packs, slots, unit_of)
-    modules = {ROOT: model, **unit_modules}
     members: dict[str, list[ParameterSlot]] = {name: [] for name in modules}
-    for slot in slots:
-        members[unit_of[slot]].append(slot)
+    for slot, unit in unit_of.items():
+        members[unit].append(slot)
     return [
-        _UnitPlan(name=name, module=module, spaces=_plan_spaces(mine, packs, runtime, sizes))
+        _UnitPlan(name=name, module=module, spaces=_plan_spaces(mine, packs, formats, sizes))
         for name, module in modules.items()
         if (mine := members[name]) or name == ROOT
     ]
@@ -150,31 +193,29 @@ def _plan_units(
 def _plan_spaces(
     slots: list[ParameterSlot],
     packs: list[list[ParameterSlot]],
-    runtime: RuntimePolicy,
+    formats: Mapping[ParameterSlot, SpaceFormat],
     sizes: tuple[int, int],
 ) -> list[_SpacePlan]:
-    groups: dict[tuple[bool, torch.dtype], list[ParameterSlot]] = {}
+    groups: dict[tuple[bool, SpaceFormat], list[ParameterSlot]] = {}
     for slot in slots:
-        groups.setdefault((slot.requires_grad, _runtime_dtype(slot, runtime)), []).append(slot)
+        groups.setdefault((slot.requires_grad, formats[slot]), []).append(slot)
     plans = []
-    for (trainable, dtype), members in groups.items():
+    for (trainable, space_format), members in groups.items():
         its_packs = [pack for pack in packs if pack[0] in members]
         # Weights first: biases and norms usually form the group without weight decay.
         order = {slot: int(len(slot.shape) < 2) for slot in members}
         layout = plan_space(
-            members, its_packs, order, dtype, num_shards=sizes[0], num_update_slices=sizes[1]
+            members, its_packs, order, space_format, num_shards=sizes[0], num_update_slices=sizes[1]
         )
         plan = _SpacePlan(
-            slots=members, packs=its_packs, trainable=trainable, runtime_dtype=dtype, layout=layout
+            slots=members,
+            packs=its_packs,
+            trainable=trainable,
+            space_format=space_format,
+            layout=layout,
         )
         plans.append(plan)
     return plans
-
-
-def _runtime_dtype(slot: ParameterSlot, runtime: RuntimePolicy) -> torch.dtype:
-    matches = [first_match(alias, runtime.formats) for alias in slot.aliases]
-    chosen = next((m for m in matches if m is not None), DenseFormat(runtime.dtype))
-    return chosen.runtime_dtype(slot.original_dtype)
 
 
 def _describe(
@@ -239,7 +280,7 @@ class _Builder:
         return [self._space(plan.name, space) for space in plan.spaces]
 
     def _space(self, unit_name: str, plan: _SpacePlan) -> ShardedSpace:
-        topology, layout, dtype = self._topology, plan.layout, plan.runtime_dtype
+        topology, layout, dtype = self._topology, plan.layout, plan.space_format.dtype
         update_dtype = self._update.dtype or dtype
         values = None
         if topology.world.rank == 0:
@@ -255,7 +296,7 @@ class _Builder:
             plan.slots,
             unit_name=unit_name,
             trainable=plan.trainable,
-            runtime_dtype=dtype,
+            space_format=plan.space_format,
             update_dtype=update_dtype,
             reduce_dtype=self._update.reduce_dtype or update_dtype,
             topology=topology,

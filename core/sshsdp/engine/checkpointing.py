@@ -199,7 +199,7 @@ class Checkpointing(WholeModel):
     def _take_loaded_values(self) -> None:
         self._schedule.free_all()
         for space in self.spaces:
-            space.publish()
+            space.take_loaded_values()
 
     # Whole optimizer states
 

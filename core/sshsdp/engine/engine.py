@@ -140,7 +140,7 @@ class Engine(Checkpointing):
                 UnitLayout(
                     name=unit.name,
                     spaces=tuple(space.layout for space in unit.spaces),
-                    runtime_dtypes=tuple(space.runtime_dtype for space in unit.spaces),
+                    runtime_dtypes=tuple(space.runtime.element_dtype for space in unit.spaces),
                     trainable=tuple(space.trainable for space in unit.spaces),
                 )
                 for unit in self.units
@@ -446,6 +446,10 @@ class Engine(Checkpointing):
         Collective on entry only (and on exit with ``writes``): inside, ranks may run the model, or
         generate, as unevenly as they like.
 
+        Parameters in MXFP8 are multiplied as in training, and give their values as ordinary tensors
+        with ``.dequantize()`` or ``.float()``; with ``writes`` they are dense tensors of these
+        values.
+
         Args:
             writes: Take over what was changed: each rank keeps the elements that it owns, so all
                 ranks must have made the same changes.
@@ -454,6 +458,9 @@ class Engine(Checkpointing):
             raise RuntimeError("engine.unsharded() does not nest")
         self._schedule.gather_all()
         self._schedule.is_pinned = True
+        if writes:
+            for unit in self.units:
+                unit.show_dense()
         try:
             yield
             if writes:
@@ -487,5 +494,5 @@ class Engine(Checkpointing):
         remove_rules(self._ruled)
         self.model.__dict__.pop("zero_grad", None)
         self._schedule.gather_all()
-        for slot in self.slots:
-            slot.release()
+        for space in self.spaces:
+            space.release()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from sshsdp.engine.parameter import slot_of
+from sshsdp.engine.quantized import QuantizedParameter
 from sshsdp.engine.runtime_side import Reads
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def _slot_with_gradient(parameter: torch.Tensor | None) -> GradientSlot | None:
 
 def runs_by_rule(module: nn.Linear, inputs: torch.Tensor) -> bool:
     """Whether `linear` would take the zero-copy path."""
+    if isinstance(module.weight, QuantizedParameter):
+        return True
     slots = _slot_with_gradient(module.weight), _slot_with_gradient(module.bias)
     return (
         slots[0] is not None
@@ -194,6 +197,9 @@ def linear(
     used: tuple[torch.Tensor, torch.Tensor | None] = (
         (module.weight, module.bias) if weight is None else (weight, bias)
     )
+    if isinstance(used[0], QuantizedParameter):
+        # It runs its own product, and its gradients land in the same place.
+        return functional.linear(inputs, *used)
     slots = slot_of(used[0]), slot_of(used[1])
     apply: Callable[..., torch.Tensor] = _Linear.apply
     return apply(_autocast(inputs, used[0]), *used, *slots)

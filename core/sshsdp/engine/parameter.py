@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
     from sshsdp.engine.slots import GradientSlot
 
-__all__ = ["SLOT_ATTRIBUTE", "ShardedParameter", "slot_of"]
+__all__ = [
+    "SLOT_ATTRIBUTE",
+    "ShardedParameter",
+    "is_identity",
+    "is_metadata",
+    "property_getter",
+    "slot_of",
+]
 
 SLOT_ATTRIBUTE = "_sshsdp_slot"
 
@@ -73,10 +80,9 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         """Let metadata through, refuse reads and writes of data."""
         kwargs = kwargs or {}
-        if func in _CONVERSIONS and _is_identity(args[0], args[1:], kwargs):
+        if func in _CONVERSIONS and is_identity(args[0], args[1:], kwargs):
             return args[0]
-        is_property = func.__class__.__name__ == "method-wrapper"
-        if func in cls._metadata_functions or (is_property and func not in _DATA_PROPERTIES):
+        if is_metadata(func):
             if func == _GRAD_GETTER:
                 _refuse_gradient_reads(args[0])
             with torch._C.DisableTorchFunctionSubclass():
@@ -105,22 +111,35 @@ class ShardedParameter(nn.Parameter):
         raise RuntimeError(_read_message(torch.Tensor.clone, (self,), {}))
 
 
-# `__torch_function__` is handed the bound method of a property's descriptor: a new one each time,
-# but they compare equal.
 _properties: Any = torch.Tensor
-_GRAD_GETTER = _properties.grad.__get__
+
+
+def property_getter(name: str) -> Any:
+    """What `__torch_function__` is given when a tensor's property is read.
+
+    It is the bound method of the descriptor: a new one each time, but they compare equal.
+    """
+    return getattr(_properties, name).__get__
+
+
+_GRAD_GETTER = property_getter("grad")
 _DATA_SETTER = _properties.data.__set__
 _DATA_PROPERTIES = frozenset(
     {_DATA_SETTER}
-    | {
-        getattr(_properties, name).__get__
-        for name in ("data", "T", "H", "mT", "mH", "real", "imag")
-    }
+    | {property_getter(name) for name in ("data", "T", "H", "mT", "mH", "real", "imag")}
 )
 _CONVERSIONS = frozenset({torch.Tensor.to})
 
 
-def _is_identity(tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch uses nothing but a tensor's metadata."""
+    is_property = func.__class__.__name__ == "method-wrapper"
+    return func in ShardedParameter._metadata_functions or (
+        is_property and func not in _DATA_PROPERTIES
+    )
+
+
+def is_identity(tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether ``tensor.to(*args, **kwargs)`` would return the tensor itself."""
     if not args and not kwargs:
         return False

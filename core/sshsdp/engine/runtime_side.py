@@ -47,8 +47,6 @@ class RuntimeSide(ABC):
 
     # Whether forward and backward read different bytes.
     splits_reads: ClassVar[bool] = False
-    # The class of a parameter while it is gathered; None: the one that it came with.
-    parameter_class: ClassVar[type[nn.Parameter] | None] = None
 
     def __init__(self, layout: AddressSpace, dtype: torch.dtype, topology: Topology) -> None:
         """Take a layout; the subclass allocates."""
@@ -64,6 +62,11 @@ class RuntimeSide(ABC):
         """Note that the other replicas have updated their slices of the runtime shard."""
         if self.topology.num_update_slices > 1:
             self._stale = Reads.BOTH
+
+    @property
+    def parameter_class(self) -> type[nn.Parameter] | None:
+        """The class of a parameter while it is gathered; None: the one that it came with."""
+        return None
 
     @property
     @abstractmethod
@@ -112,9 +115,12 @@ class RuntimeSide(ABC):
     def published(self, masters: torch.Tensor) -> torch.Tensor:
         """What publishing this rank's masters has made of them, in `dtype`."""
 
+    def show_dense(self) -> None:  # noqa: B027  # dense ones are shown already
+        """Let the gathered parameters be read and written as dense tensors, until `free`."""
+
     @abstractmethod
     def written_values(self) -> torch.Tensor:
-        """The gathered parameters as dense values, with what was written into them."""
+        """The gathered parameters, once shown dense, with what was written into them."""
 
 
 class DenseSide(RuntimeSide):
@@ -187,7 +193,8 @@ class DenseSide(RuntimeSide):
 
     def write(self, shard: torch.Tensor) -> None:
         """See `RuntimeSide.write`."""
-        self.shard.copy_(shard)
+        if shard is not self.shard:
+            self.shard.copy_(shard)
 
     def values(self) -> torch.Tensor:
         """See `RuntimeSide.values`: the runtime shard itself."""

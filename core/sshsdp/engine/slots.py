@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sshsdp.engine.parameter import SLOT_ATTRIBUTE, ShardedParameter, slot_of
+from sshsdp.layout.address_space import Region
 from sshsdp.layout.cuts import elements
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.engine.unit import Unit
-    from sshsdp.layout.address_space import Region
     from sshsdp.layout.optimization_units import OptimizationUnit
 
 __all__ = ["GradientSlot", "PackSlot", "ParameterSlot"]
@@ -48,7 +48,12 @@ class GradientSlot:
         self._enter_backward: Callable[[], None]
         self._on_unwanted_gradient: Callable[[], None]
         self._hook: RemovableHandle | None = None
-        self._gathered_class = type(parameter)
+        self._original_class = type(parameter)
+
+    @property
+    def place(self) -> Region:
+        """Its region of the address space."""
+        raise NotImplementedError
 
     @property
     def unit_name(self) -> str:
@@ -76,8 +81,8 @@ class GradientSlot:
 
     def adopt(self, view: torch.Tensor) -> None:
         """Make the parameter a view of a gather output. The object stays the same."""
-        self.show()
         parameter = self.parameter
+        parameter.__class__ = self._original_class
         if torch._has_compatible_shallow_copy_type(parameter, view):
             parameter.data = view
         else:
@@ -93,15 +98,16 @@ class GradientSlot:
         self.parameter.__class__ = ShardedParameter
 
     def show(self) -> None:
-        """The data is there: be an ordinary parameter."""
-        self.parameter.__class__ = self._gathered_class
+        """The data is there: be an ordinary parameter, or what the runtime format makes of it."""
+        self.parameter.__class__ = self.space.runtime.parameter_class or self._original_class
 
     def is_gradient_wanted(self) -> bool:
         """Whether the running backward accumulates this parameter's gradient.
 
         ``torch.autograd.grad`` and ``backward(inputs=...)`` may run a module's backward without.
         """
-        node = torch.autograd.graph.get_gradient_edge(self.parameter).node
+        with torch._C.DisableTorchFunctionSubclass():
+            node = torch.autograd.graph.get_gradient_edge(self.parameter).node
         wanted: bool = torch._C._will_engine_execute_node(node)
         if not wanted:
             self._on_unwanted_gradient()
@@ -182,13 +188,23 @@ class ParameterSlot(GradientSlot):
         self.is_written = False
         self.was_used = False
 
-    def release(self) -> None:
-        """Be an ordinary, whole parameter again (the unit must be gathered)."""
+    @property
+    def place(self) -> Region:
+        """See `GradientSlot.place`."""
+        return self.region
+
+    def release(self, values: torch.Tensor) -> None:
+        """Be an ordinary, whole parameter again.
+
+        Args:
+            values: A view of memory that goes.
+        """
         if self._hook is not None:
             self._hook.remove()
-        self.show()
-        delattr(self.parameter, SLOT_ATTRIBUTE)
-        self.parameter.data = self.parameter.data.clone()
+        parameter = self.parameter
+        parameter.__class__ = self._original_class
+        delattr(parameter, SLOT_ATTRIBUTE)
+        parameter.data = values.clone()
 
     @property
     def was_written(self) -> bool:
@@ -224,11 +240,11 @@ class PackSlot(GradientSlot):
         self.members = tuple(members)
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Start, shape and stride of the members' regions as one tensor of the address space."""
+    def place(self) -> Region:
+        """See `GradientSlot.place`: the members' regions as one."""
         first = self.members[0].region
         num_rows = sum(member.shape[0] for member in self.members)
-        return first.start, (num_rows, *first.shape[1:]), first.stride
+        return Region(name=self.name, start=first.start, shape=(num_rows, *first.shape[1:]))
 
     def follow_members(self) -> None:
         """Belong to the members' unit and report to whom they report."""

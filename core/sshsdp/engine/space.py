@@ -19,7 +19,6 @@ from sshsdp.engine.buffers import FlatBuffer
 from sshsdp.engine.runtime_side import DenseSide
 from sshsdp.engine.slots import PackSlot
 from sshsdp.layout.planner import RegionRequest, plan_address_space
-from sshsdp.layout.unit_plan import alignment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.collectives import GatherPart, Pending
     from sshsdp.engine.runtime_side import Reads, RuntimeSide
     from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.engine.space_format import SpaceFormat
     from sshsdp.engine.topology import Topology
     from sshsdp.layout.address_space import AddressSpace
     from sshsdp.layout.pieces import Piece
@@ -39,7 +39,7 @@ def plan_space(
     slots: Sequence[ParameterSlot],
     packs: Sequence[Sequence[ParameterSlot]],
     order: Mapping[ParameterSlot, int],
-    runtime_dtype: torch.dtype,
+    space_format: SpaceFormat,
     *,
     num_shards: int,
     num_update_slices: int,
@@ -50,28 +50,29 @@ def plan_space(
         slots: The parameters.
         packs: Groups of them that must be neighbours.
         order: Lower values come first; equal ones should form one range.
-        runtime_dtype: Decides the alignment.
+        space_format: Decides the alignment, and where shards may be cut.
         num_shards: Size of the ``shard`` axis.
         num_update_slices: Into how many update shards each shard is cut again.
     """
     label = {member: str(index) for index, pack in enumerate(packs) for member in pack}
     members = [member for pack in packs for member in pack]
     ordered = [*members, *(slot for slot in slots if slot not in label)]
+    cuts = {slot: slot.cuts.both(space_format.cuts(slot.shape)) for slot in slots}
     return plan_address_space(
         [
             RegionRequest(
                 name=slot.name,
                 shape=slot.shape,
                 order=order[slot],
-                cut_unit=slot.cuts.unit,
-                transposed_cut_unit=slot.cuts.transposed_unit,
+                cut_unit=cuts[slot].unit,
+                transposed_cut_unit=cuts[slot].transposed_unit,
                 pack=label.get(slot),
             )
             for slot in (ordered if members else slots)
         ],
         num_shards=num_shards,
         num_update_slices=num_update_slices,
-        alignment=alignment_of(runtime_dtype),
+        alignment=space_format.alignment,
     )
 
 
@@ -118,7 +119,7 @@ class ShardedSpace:
         *,
         unit_name: str,
         trainable: bool,
-        runtime_dtype: torch.dtype,
+        space_format: SpaceFormat,
         update_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         topology: Topology,
@@ -128,14 +129,16 @@ class ShardedSpace:
         """Allocate the shards; `scatter` fills them."""
         self.unit_name = unit_name
         self.trainable = trainable
-        self.runtime_dtype = runtime_dtype
-        self.update_dtype = update_dtype if trainable else runtime_dtype
+        self.space_format = space_format
+        self.runtime_dtype = space_format.dtype
+        self.update_dtype = update_dtype if trainable else self.runtime_dtype
         self.reduce_dtype = reduce_dtype
         self.topology = topology
         self.stats = stats
         self.update_tensors: list[UpdateTensor] = []
         self._reducing: Pending | None = None
         self._replicating: Pending | None = None
+        self._shown: torch.Tensor | None = None
         self.packs = [PackSlot(members, self) for members in packs]
         self.place(layout, slots)
 
@@ -143,20 +146,20 @@ class ShardedSpace:
         """Take a layout: make the shards and the gather output, and point parameters into it."""
         self.layout = layout
         self.slots = [*sorted(slots, key=lambda slot: layout.by_name[slot.name].start)]
-        runtime = DenseSide(layout, self.runtime_dtype, self.topology)
-        self.runtime = runtime
+        runtime = self.runtime = self.space_format.make(layout, self.topology)
         self.update_start = runtime.slice_start
-        if self.is_shared:
-            self.update_shard = runtime.slice
-        else:
+        shared = self._shared_slice()
+        if shared is None:
             numel = runtime.slice_stop - runtime.slice_start
-            self.update_shard = self._host_or_device_buffer(numel, self.update_dtype)
+            shared = self._host_or_device_buffer(numel, self.update_dtype)
+        self.update_shard = shared
         self._gradient: FlatBuffer | None = None
         for slot in self.slots:
             slot.space, slot.region = self, layout.by_name[slot.name]
             slot.adopt(runtime.view(slot.region.start, slot.region.shape, slot.region.stride))
         for pack in self.packs:
-            pack.adopt(runtime.view(*pack.place))
+            region = pack.place
+            pack.adopt(runtime.view(region.start, region.shape, region.stride))
         runtime.free()
 
     def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
@@ -166,7 +169,7 @@ class ShardedSpace:
             self.slots,
             packs,
             order,
-            self.runtime_dtype,
+            self.space_format,
             num_shards=self.topology.num_shards,
             num_update_slices=self.topology.num_update_slices,
         )
@@ -174,7 +177,11 @@ class ShardedSpace:
     @property
     def is_shared(self) -> bool:
         """Whether the update shard is a view of the runtime shard."""
-        return self.update_dtype == self.runtime_dtype and not self.topology.is_offloaded
+        return self._shared_slice() is not None
+
+    def _shared_slice(self) -> torch.Tensor | None:
+        is_same = self.update_dtype == self.runtime_dtype and not self.topology.is_offloaded
+        return self.runtime.slice if is_same and isinstance(self.runtime, DenseSide) else None
 
     def _host_or_device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Copies between pinned memory and an accelerator do not block.
@@ -202,8 +209,11 @@ class ShardedSpace:
             yield piece, shard[piece.offset : piece.offset + piece.numel]
 
     def runtime_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """This rank's pieces of the parameters, each with its 1-D view of the runtime shard."""
-        shard = self.runtime.values()
+        """This rank's pieces of the parameters, each with its 1-D view of the runtime values.
+
+        What is written into them counts once `take_loaded_values` is called.
+        """
+        shard = self._shown = self.runtime.values()
         for piece in self.layout.pieces(*self.layout.shard_range(self.topology.gather.rank)):
             yield piece, shard[piece.offset : piece.offset + piece.numel]
 
@@ -222,12 +232,20 @@ class ShardedSpace:
 
     def publish(self) -> None:
         """Write the update shard into the runtime shard, in the runtime format."""
+        self._shown = None
         if not self.trainable:
             return
         if not self.is_shared:
             with torch.no_grad():
                 self.stats.publish_bytes += self.runtime.publish(self.update_shard)
         self.runtime.mark_replicas_stale()
+
+    def take_loaded_values(self) -> None:
+        """Publish masters, or runtime values, that were written from outside."""
+        if self._shown is not None:
+            with torch.no_grad():
+                self.runtime.write(self._shown)
+        self.publish()
 
     # Whole values, for construction, checkpoints and new layouts
 
@@ -314,6 +332,15 @@ class ShardedSpace:
                 self.update_shard.copy_(torch.where(is_changed, changed, self.update_shard))
             self.publish()
 
+    def release(self) -> None:
+        """Leave ordinary, whole parameters (the unit must be gathered). Collective."""
+        if isinstance(self.runtime, DenseSide):
+            values = self.runtime.gathered.flat
+        else:
+            values = self.collect().to(self.runtime_dtype)
+        for slot in self.slots:
+            slot.release(self.view_of(slot, values))
+
     # Gradient side
 
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
@@ -348,7 +375,8 @@ class ShardedSpace:
                     slot.region.start, slot.region.shape, slot.region.stride
                 )
             for pack in self.packs:
-                pack.grad_view = self._gradient.view(*pack.place)
+                region = pack.place
+                pack.grad_view = self._gradient.view(region.start, region.shape, region.stride)
         self._gradient.allocate()
         # Padding is summed and lies inside flat update parameters: garbage would reach their norms.
         for start, stop in self.layout.gaps:

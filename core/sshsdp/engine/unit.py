@@ -123,6 +123,13 @@ class Unit:
             slot.show()
         self.state = UnitState.GATHERED
 
+    def show_dense(self) -> None:
+        """Let gathered parameters be read and written as dense tensors until they are freed."""
+        for space in self.spaces:
+            space.runtime.show_dense()
+        for slot in (*self.slots, *self.packs):
+            slot.show()
+
     def free(self) -> None:
         """Give the gathered parameters back."""
         if self.state is UnitState.SHARDED:

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sshsdp.engine.collect import ROOT
+from sshsdp.engine.format_choice import takes_mxfp8
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.peers import dim0_padded_numel, lcm_padded_numel
-from sshsdp.estimate.plan import takes_mxfp8
 from sshsdp.estimate.planning import specs_by_unit
 from sshsdp.layout.cuts import elements, rows
 from sshsdp.layout.report import WORTH_A_WORD, report_plan
@@ -51,7 +50,7 @@ def block_specs(model: nn.Module, rule: str) -> list[ParameterSpec]:
     """The parameters of the model's last block under one of our rules."""
 
     def is_cut_by_rows(slot: ParameterSlot, unit: str) -> bool:
-        return rule != "anywhere" and unit != ROOT and takes_mxfp8(slot)
+        return rule != "anywhere" and takes_mxfp8(slot, unit)
 
     def cuts_of(slot: ParameterSlot, unit: str) -> Cuts:
         if not is_cut_by_rows(slot, unit):
@@ -60,7 +59,9 @@ def block_specs(model: nn.Module, rule: str) -> list[ParameterSpec]:
 
     def dtype_of(slot: ParameterSlot, unit: str) -> torch.dtype | None:
         # Quantized matrices, or those that a matrix optimizer takes, have a space of their own.
-        return torch.float8_e4m3fn if is_cut_by_rows(slot, unit) else None
+        if not is_cut_by_rows(slot, unit):
+            return None
+        return torch.float16 if rule == "rows" else torch.float8_e4m3fn
 
     specs = specs_by_unit(model, RuntimePolicy(), cuts_of=cuts_of, dtype_of=dtype_of)
     return [*specs.values()][-1]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from sshsdp.engine.collect import ROOT
 from sshsdp.estimate.costs import ModelCost, model_cost
 from sshsdp.estimate.memory import RankMemory, rank_memory
 from sshsdp.estimate.peers import fsdp2_cost, hsdp_cost
@@ -17,7 +16,7 @@ from sshsdp.estimate.planning import plan_layout, specs_by_unit
 from sshsdp.estimate.step_time import StepTime, step_time
 from sshsdp.estimate.wire import axis_bytes, wire_bytes
 from sshsdp.estimate.work import ModelWork, model_work
-from sshsdp.layout.cuts import elements, rows
+from sshsdp.layout.cuts import elements
 from sshsdp.layout.report import PlanReport, report_plan
 from sshsdp.layout.unit_plan import alignment_of, group_by_space, requests_of
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from sshsdp.layout.unit_plan import ParameterSpec
     from sshsdp.packs import Pack
 
-__all__ = ["FORMATS", "Plan", "Scheme", "UnitRow", "make_plan", "takes_mxfp8"]
+__all__ = ["FORMATS", "Plan", "Scheme", "UnitRow", "make_plan"]
 
 # Compute dtypes by the name that --format takes.
 FORMATS: dict[str, torch.dtype] = {
@@ -44,8 +43,6 @@ FORMATS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "mxfp8": torch.bfloat16,
 }
-
-_MXFP8_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +161,6 @@ class Plan:
         }
 
 
-def takes_mxfp8(slot: ParameterSlot) -> bool:
-    """Whether a parameter of a repeated block is a linear layer's weight or a stack of experts.
-
-    Embeddings, heads, norms and routers stay dense, and so does what has a side that is no multiple
-    of 32.
-    """
-    is_matrix = len(slot.shape) > 1 and all(side % _MXFP8_ROWS == 0 for side in slot.shape[-2:])
-    is_linear = any(isinstance(module, nn.Linear) for module, _ in slot.holders)
-    return is_matrix and (is_linear or len(slot.shape) > 2)
-
-
 def make_plan(
     model: nn.Module,
     *,
@@ -211,13 +197,17 @@ def make_plan(
     num_replicas, num_shards = mesh
     if num_replicas < 1 or num_shards < 1:
         raise ValueError(f"the mesh must have at least one rank per axis, got {mesh}")
-    runtime = RuntimePolicy(dtype=FORMATS[runtime_format], packs=packs)
+    dense = RuntimePolicy(dtype=FORMATS[runtime_format], packs=packs)
+    runtime = replace(dense, format="mxfp8") if runtime_format == "mxfp8" else dense
     update = update or UpdatePolicy()
-    choose = _Choices(optimizer, runtime_format)
-    specs = specs_by_unit(model, runtime, units=units, cuts_of=choose.cuts, dtype_of=choose.dtype)
+
+    def cuts_of(slot: ParameterSlot, unit: str) -> Cuts:
+        return optimizer.cuts(slot.shape) if slot.requires_grad else elements()
+
+    specs = specs_by_unit(model, runtime, units=units, cuts_of=cuts_of)
     layout = plan_layout(specs, num_replicas=num_replicas, num_shards=num_shards, update=update)
     costs = [model_cost(layout, runtime, update)]
-    costs += _peer_costs(specs_by_unit(model, runtime, units=units), mesh, runtime, update)
+    costs += _peer_costs(specs_by_unit(model, dense, units=units), mesh, dense, update)
     estimator = _Estimator(
         optimizer=optimizer,
         hardware=hardware,
@@ -311,26 +301,6 @@ class _Estimator:
             )
         wire = wire_bytes(cost, num_micro_batches=num_micro_batches)
         return Scheme(cost=cost, memory=memory, wire=wire, time=time)
-
-
-class _Choices:
-    """Dtypes and cuts that a format and an optimizer ask for."""
-
-    def __init__(self, optimizer: OptimizerCost, runtime_format: str) -> None:
-        self._optimizer = optimizer
-        self._is_mxfp8 = runtime_format == "mxfp8"
-
-    def _is_quantized(self, slot: ParameterSlot, unit: str) -> bool:
-        return self._is_mxfp8 and unit != ROOT and takes_mxfp8(slot)
-
-    def dtype(self, slot: ParameterSlot, unit: str) -> torch.dtype | None:
-        return torch.float8_e4m3fn if self._is_quantized(slot, unit) else None
-
-    def cuts(self, slot: ParameterSlot, unit: str) -> Cuts:
-        wanted = self._optimizer.cuts(slot.shape) if slot.requires_grad else elements()
-        if self._is_quantized(slot, unit):
-            return wanted.both(rows(slot.shape, _MXFP8_ROWS, may_transpose=True))
-        return wanted
 
 
 def _rows(

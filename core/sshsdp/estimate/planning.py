@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.engine.format_choice import choose_formats
 from sshsdp.engine.packing import resolve_packs
-from sshsdp.engine.patterns import check_patterns, first_match
-from sshsdp.formats.dense import DenseFormat
+from sshsdp.engine.patterns import check_patterns
+from sshsdp.formats.mxfp8 import MXFP8Format
+from sshsdp.formats.mxfp8_blocks import DATA_DTYPE
 from sshsdp.layout.cuts import elements
 from sshsdp.layout.layout import Layout
 from sshsdp.layout.unit_plan import ParameterSpec, plan_unit
@@ -41,9 +43,10 @@ def specs_by_unit(
 
     Args:
         model: The model; may be on meta.
-        runtime: Gives each parameter its runtime dtype and its pack.
+        runtime: Gives each parameter its runtime format and its pack.
         units: As in `sshsdp.shard`.
-        cuts_of: Parameter and unit name to where shards may cut it; default: anywhere.
+        cuts_of: Parameter and unit name to where shards may cut it, whatever its format; default:
+            anywhere.
         dtype_of: Parameter and unit name to another runtime dtype than the policy's, or None.
     """
     slots = collect_slots(model)
@@ -55,26 +58,28 @@ def specs_by_unit(
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{name: [] for name in modules}}
     # As in the engine, packs come first: their members follow one another in the packs' order.
     packed = [slot for pack in packs for slot in pack]
+    choices = choose_formats(slots, unit_of, packs, runtime)
     for slot in [*packed, *(slot for slot in slots if slot not in label)]:
+        chosen = choices[slot].runtime_format
         unit = unit_of[slot]
         dtype = dtype_of(slot, unit) if dtype_of is not None else None
+        cuts = cuts_of(slot, unit) if cuts_of is not None else elements()
+        if isinstance(chosen, MXFP8Format):
+            dtype = dtype or DATA_DTYPE
+            cuts = cuts.both(chosen.cuts(slot.shape))
+        else:
+            dtype = dtype or chosen.runtime_dtype(slot.original_dtype)
         members[unit].append(
             ParameterSpec(
                 name=slot.name,
                 shape=slot.shape,
-                runtime_dtype=dtype or _policy_dtype(slot, runtime),
+                runtime_dtype=dtype,
                 is_trainable=slot.requires_grad,
-                cuts=cuts_of(slot, unit) if cuts_of is not None else elements(),
+                cuts=cuts,
                 pack=label.get(slot),
             )
         )
     return {name: specs for name, specs in members.items() if specs or name == ROOT}
-
-
-def _policy_dtype(slot: ParameterSlot, runtime: RuntimePolicy) -> torch.dtype:
-    matches = [first_match(alias, runtime.formats) for alias in slot.aliases]
-    chosen = next((match for match in matches if match is not None), DenseFormat(runtime.dtype))
-    return chosen.runtime_dtype(slot.original_dtype)
 
 
 def plan_layout(

@@ -6,12 +6,14 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from sshsdp.layout.address_space import AddressSpace
 
 __all__ = ["Layout", "UnitLayout"]
+
+_MXFP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class UnitLayout:
     Attributes:
         name: FQN of the unit's module.
         spaces: Its address spaces.
-        runtime_dtypes: Runtime dtype of each space.
+        runtime_dtypes: Dtype of each space's runtime elements; ``float8_e4m3fn`` stands for MXFP8.
         trainable: Whether each space has update parameters.
     """
 
@@ -32,9 +34,9 @@ class UnitLayout:
 
     @property
     def runtime_nbytes(self) -> int:
-        """Bytes of the gathered unit."""
+        """Bytes of the gathered unit; in MXFP8, of what one direction reads, scales included."""
         return sum(
-            space.numel * dtype.itemsize
+            space.numel * dtype.itemsize + (space.numel // 32 if dtype == _MXFP8 else 0)
             for space, dtype in zip(self.spaces, self.runtime_dtypes, strict=True)
         )
 

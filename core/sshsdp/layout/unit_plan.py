@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from sshsdp.layout.cuts import Cuts, elements
 from sshsdp.layout.layout import UnitLayout
 from sshsdp.layout.planner import RegionRequest, plan_address_space
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import torch
 
 __all__ = ["ParameterSpec", "alignment_of", "group_by_space", "plan_unit", "requests_of"]
 
@@ -43,8 +43,11 @@ class ParameterSpec:
 
 
 def alignment_of(dtype: torch.dtype) -> int:
-    """Elements at whose multiples regions and shards start: kernels load 16 bytes at a time."""
-    return max(16 // dtype.itemsize, 1)
+    """Elements at whose multiples regions and shards start: kernels load 16 bytes at a time.
+
+    In MXFP8 (``float8_e4m3fn`` elements) the scales must be aligned too, one byte for 32 elements.
+    """
+    return 16 * 32 if dtype == torch.float8_e4m3fn else max(16 // dtype.itemsize, 1)
 
 
 def group_by_space(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,17 @@ from torch import nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 
-__all__ = ["ReferenceLinear", "rounded"]
+__all__ = ["ReferenceLinear", "blocks", "reference_linear", "rounded", "run_by_reference"]
+
+
+def blocks(
+    values: torch.Tensor, dim: int, mode: str = "rceil"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales as bytes, the blocks' dim in its place."""
+    along = values.float().movedim(dim, -1).contiguous()
+    scales, data = to_mx(along, torch.float8_e4m3fn, 32, ScaleCalculationMode(mode))
+    elements, exponents = (part.view(torch.uint8).movedim(-1, dim) for part in (data, scales))
+    return elements, exponents
 
 
 def rounded(values: torch.Tensor, dim: int, mode: str = "rceil") -> torch.Tensor:
@@ -39,6 +50,33 @@ class _Function(torch.autograd.Function):
         grad_inputs = rounded(flat, -1, mode) @ rounded(weight, 0, mode)
         grad_weight = rounded(flat, 0, mode).T @ rounded(tokens, 0, mode)
         return grad_inputs.to(grad.dtype).view(ctx.shape), grad_weight.to(weight.dtype), None
+
+
+def reference_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``functional.linear`` in MXFP8 by torchao."""
+    output = _Function.apply(inputs, weight, "rceil")
+    return output if bias is None else output + bias
+
+
+def run_by_reference(model: nn.Module) -> nn.Module:
+    """Run what is in MXFP8 by default by the reference: linear layers of repeated blocks, experts.
+
+    Modules that multiply otherwise have an attribute ``linear``, which is exchanged.
+    """
+    for blocks in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+        for module in blocks.modules():
+            if hasattr(module, "linear") and not isinstance(module.linear, nn.Module):
+                module.linear = reference_linear
+            is_plain = type(module) is nn.Linear
+            if is_plain and not any(size % 32 for size in module.weight.shape):
+                module.forward = functools.partial(_forward, module)
+    return model
+
+
+def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    return reference_linear(inputs, module.weight, module.bias)
 
 
 class ReferenceLinear(nn.Module):
