@@ -1,7 +1,7 @@
 """Make the name ``"sshsdp"`` known to Lightning, whenever and wherever Lightning is imported.
 
-`install` also lets ``LightningModule.load_from_checkpoint`` read checkpoint directories (see
-`lightning_sshsdp.directory_loading`).
+`install` also replaces two functions of Lightning's that cannot work with sharded modules (see
+`lightning_sshsdp.replaced_functions`).
 
 Lightning looks a strategy string up in one registry for each of its packages and has no entry point
 for strategies. So `install` puts the name into the registries that exist and leaves an import hook
@@ -57,11 +57,9 @@ def _register_in(registry_name: str, flavour: str, module: ModuleType) -> None:
         )
 
 
-def _read_directories(saving: ModuleType) -> None:
-    if hasattr(saving, "pl_load"):
-        from lightning_sshsdp.directory_loading import read_directories
-
-        read_directories(saving)
+def _replace(function: str, replacer: str, module: ModuleType) -> None:
+    if hasattr(module, function):
+        getattr(import_module("lightning_sshsdp.replaced_functions"), replacer)(module)
 
 
 # What to do with a module of Lightning's once it is imported.
@@ -75,7 +73,8 @@ _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     )
 }
 for _package in ("lightning.pytorch", "pytorch_lightning"):
-    _ACTIONS[f"{_package}.core.saving"] = _read_directories
+    _ACTIONS[f"{_package}.core.saving"] = partial(_replace, "pl_load", "read_directories")
+    _ACTIONS[f"{_package}.utilities.grads"] = partial(_replace, "grad_norm", "look_into_shards")
 
 
 def _act_on(module: ModuleType) -> None:

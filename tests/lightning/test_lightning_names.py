@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -89,17 +90,11 @@ BASES = {
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "names"),
-    [(TORCHRUN, [*BASES]), ((), ["pytorch_lightning"]), ((), ["lightning.fabric"])],
-    ids=["torchrun", "Trainer", "Fabric"],
-)
-def test_string_works_without_an_import(
-    installed: dict[str, str], launcher: Sequence[str], names: list[str]
-) -> None:
-    done = _run([*launcher, str(SCRIPT), *names], installed)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in re.findall(r"^\{.*\}$", done.stdout, re.MULTILINE)]
+def _reports(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in re.findall(r"^\{.*\}$", output, re.MULTILINE)]
+
+
+def _check_reports(reports: list[dict[str, Any]], names: list[str]) -> None:
     assert [report["name"] for report in reports] == names
     for report in reports:
         assert report["base"] == BASES[report["name"]]
@@ -110,20 +105,102 @@ def test_string_works_without_an_import(
         assert report["losses"][-1] < report["losses"][0]
 
 
-def test_without_autoload_an_import_registers(installed: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [(TORCHRUN, [*BASES]), *(((), [name]) for name in BASES)],
+    ids=["torchrun", *BASES],
+)
+def test_string_works_without_an_import(
+    installed: dict[str, str], launcher: Sequence[str], names: list[str]
+) -> None:
+    done = _run([*launcher, str(SCRIPT), *names], installed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _check_reports(_reports(done.stdout), names)
+
+
+def test_without_autoload_an_import_registers_every_name(installed: dict[str, str]) -> None:
     code = """
-import lightning.pytorch as pl
+import importlib
+names = ["lightning", "lightning.pytorch", "pytorch_lightning", "lightning.fabric"]
+packages = [importlib.import_module(name) for name in [*names, "lightning_fabric"]]
+def strategies():
+    for package in packages:
+        make = getattr(package, "Trainer", None) or package.Fabric
+        yield package, make(strategy="sshsdp", accelerator="cpu", devices=1).strategy
 try:
-    pl.Trainer(strategy="sshsdp", accelerator="cpu")
+    next(strategies())
 except ValueError as error:
     assert "invalid strategy name" in str(error), error
     import lightning_sshsdp
-    strategy = pl.Trainer(strategy="sshsdp", accelerator="cpu", devices=1).strategy
-    assert isinstance(strategy, lightning_sshsdp.SSHSDPStrategy)
-    print("registered")
+    for package, strategy in strategies():
+        assert type(strategy).__name__ == "SSHSDPStrategy"
+        print(type(strategy).__module__)
 """
     done = _run(["-c", code], {**installed, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
-    assert done.stdout.splitlines()[-1:] == ["registered"], done.stderr[-3000:]
+    flavours = [line.rpartition(".")[2] for line in done.stdout.splitlines() if "flavours" in line]
+    expected = ["lightning_pytorch", "lightning_pytorch", "pytorch_lightning", "lightning_fabric"]
+    assert flavours == [*expected, "standalone_fabric"], done.stderr[-3000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _torchrun_node(node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    options = {"nnodes": 2, "node-rank": node, "nproc-per-node": 1}
+    options |= {"master-addr": "127.0.0.1", "master-port": port}
+    command = [f"--{name}={value}" for name, value in options.items()]
+    return ["-m", "torch.distributed.run", *command], {}
+
+
+def _slurm_task(node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    return [], {
+        "MASTER_PORT": str(port),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(node),
+        "SLURM_NODELIST": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("launch", "environment"),
+    [(_torchrun_node, "TorchElasticEnvironment"), (_slurm_task, "SLURMEnvironment")],
+    ids=["torchrun", "slurm"],
+)
+def test_two_nodes_train_together(installed: dict[str, str], launch: Any, environment: str) -> None:
+    """Two machines are two launchers on one here; each starts one process."""
+    port, names = _free_port(), ["lightning.pytorch", "lightning.fabric"]
+    nodes = []
+    for node in range(2):
+        command, variables = launch(node, port)
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, *command, str(SCRIPT), *names, "--nodes=2"],
+                env={**installed, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs[0][1][-2000:] + outputs[1][1]
+    reports = _reports(outputs[0][0])
+    _check_reports(reports, names)
+    for report in reports:
+        assert report["environment"] == environment
+        # Ranks of a node shard, nodes replicate.
+        assert report["mesh"] == [2, 1]
 
 
 def test_importing_torch_loads_neither_the_engine_nor_lightning(installed: dict[str, str]) -> None:
@@ -135,10 +212,14 @@ def test_importing_torch_loads_neither_the_engine_nor_lightning(installed: dict[
     assert done.stdout.split() == ["True", "False", "False"], done.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failing_rank_ends_the_job(installed: dict[str, str], rank: int) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "rank"), [((), 0), ((), 1), (TORCHRUN, 1)], ids=["rank 0", "rank 1", "torchrun"]
+)
+def test_a_failing_rank_ends_the_job(
+    installed: dict[str, str], launcher: Sequence[str], rank: int
+) -> None:
     started = time.monotonic()
-    done = _run([str(SCRIPT), "lightning", "--fail-rank", str(rank)], installed)
+    done = _run([*launcher, str(SCRIPT), "lightning", "--fail-rank", str(rank)], installed)
     assert done.returncode != 0
     assert "this rank fails" in done.stderr
     assert time.monotonic() - started < 60

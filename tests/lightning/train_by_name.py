@@ -1,7 +1,7 @@
 """Run as a script: train with ``strategy="sshsdp"`` under some of Lightning's import names.
 
-``train_by_name.py NAME... [--fail-rank RANK]``; never imports lightning_sshsdp itself. Rank 0
-prints a JSON line for each name, with what it saw.
+``train_by_name.py NAME... [--fail-rank RANK] [--nodes 2]``; never imports lightning_sshsdp itself.
+Rank 0 prints a JSON line for each name, with what it saw.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="+")
     parser.add_argument("--fail-rank", type=int)
+    parser.add_argument("--nodes", type=int, default=1, help="of two processes in all")
     return parser.parse_args()
 
 
@@ -28,7 +29,7 @@ def _loader() -> Any:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
 
 
-def _train_with_trainer(package: Any, fail_rank: int | None) -> tuple[Any, list[float]]:
+def _train_with_trainer(package: Any, nodes: int, fail_rank: int | None) -> tuple[Any, list[float]]:
     import torch
 
     class Module(package.LightningModule):
@@ -51,7 +52,8 @@ def _train_with_trainer(package: Any, fail_rank: int | None) -> tuple[Any, list[
     trainer = package.Trainer(
         strategy="sshsdp",
         accelerator="cpu",
-        devices=2,
+        devices=2 // nodes,
+        num_nodes=nodes,
         max_epochs=3,
         logger=False,
         enable_checkpointing=False,
@@ -63,10 +65,12 @@ def _train_with_trainer(package: Any, fail_rank: int | None) -> tuple[Any, list[
     return trainer.strategy, module.losses
 
 
-def _train_with_fabric(package: Any) -> tuple[Any, list[float]]:
+def _train_with_fabric(package: Any, nodes: int) -> tuple[Any, list[float]]:
     import torch
 
-    fabric = package.Fabric(strategy="sshsdp", accelerator="cpu", devices=2)
+    fabric = package.Fabric(
+        strategy="sshsdp", accelerator="cpu", devices=2 // nodes, num_nodes=nodes
+    )
     fabric.launch()
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -83,16 +87,18 @@ def _train_with_fabric(package: Any) -> tuple[Any, list[float]]:
     return fabric.strategy, losses
 
 
-def _train(name: str, fail_rank: int | None) -> None:
+def _train(name: str, nodes: int, fail_rank: int | None) -> None:
     package = importlib.import_module(name)
     if hasattr(package, "Trainer"):
-        strategy, losses = _train_with_trainer(package, fail_rank)
+        strategy, losses = _train_with_trainer(package, nodes, fail_rank)
     else:
-        strategy, losses = _train_with_fabric(package)
+        strategy, losses = _train_with_fabric(package, nodes)
     if strategy.global_rank == 0:
         base = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "ParallelStrategy")
         report = {"name": name, "base": base.__module__, "losses": losses}
         report["world_size"] = strategy.world_size
+        report["environment"] = type(strategy.cluster_environment).__name__
+        report["mesh"] = list(strategy.device_mesh.shape)
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
 
@@ -101,7 +107,7 @@ def main() -> None:
     """Train and report."""
     arguments = _arguments()
     for name in arguments.names:
-        _train(name, arguments.fail_rank)
+        _train(name, arguments.nodes, arguments.fail_rank)
     import torch.distributed as dist
 
     dist.barrier()
