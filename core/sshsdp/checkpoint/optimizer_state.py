@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sshsdp.checkpoint.model_state import chunked, empty, listed, top_level_names
+from sshsdp.optim.blocks import dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,7 +115,7 @@ def optimizer_state(bindings: Sequence[OptimizerBinding]) -> dict[str, Any]:
     for binding in bindings:
         for _, update in binding.updates():
             for key, value in binding.optimizer.state.get(update.tensor, {}).items():
-                part_of = _spread(update, key, value)
+                part_of = _spread(update, key, dense(value))
                 for slot in update.slots:
                     state.setdefault(slot.name, {})[key] = part_of(slot)
         groups += _named_groups(binding)

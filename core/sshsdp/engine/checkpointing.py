@@ -20,6 +20,7 @@ from sshsdp.checkpoint.optimizer_state import (
 )
 from sshsdp.checkpoint.rendezvous import together
 from sshsdp.engine.whole import IncompatibleKeys, WholeModel, take_extra_states
+from sshsdp.optim.blocks import quantize_again
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -162,6 +163,8 @@ class Checkpointing(WholeModel):
                 room[optimizer_key] = {"state": state}
         if any(room.values()):
             store.read(room, path)
+        for binding in saved.bindings if saved is not None else ():
+            quantize_again(binding.optimizer)
         if model_key is not None:
             take_extra_states(self.model, room[model_key])
             self._take_loaded_values()
@@ -299,6 +302,7 @@ class Checkpointing(WholeModel):
                     group = optimizer.param_groups[index]
                     placed = place_scalar(value, key, update.tensor, group)
                     optimizer.state[update.tensor][key] = placed
+        quantize_again(optimizer)
 
     def _lay_out(
         self, space: ShardedSpace, key: str, dtype: torch.dtype, whole: dict[str, dict[str, Any]]

@@ -18,8 +18,10 @@ from sshsdp.engine.orders import Orders
 from sshsdp.engine.packing import fuse_linears
 from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
+from sshsdp.layout.cuts import blocks
 from sshsdp.layout.layout import Layout, UnitLayout
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
+from sshsdp.optim.blocks import block_size_for
 from sshsdp.optim.clipping import clip_by_norm, total_norm
 
 if TYPE_CHECKING:
@@ -249,6 +251,7 @@ class Engine(Checkpointing):
             error,
             "engine.attach()",
         )
+        self._respect_blocks(optimizers, groups)
         self._make_groups_contiguous([group for its_groups in groups for group in its_groups])
         for one, its_groups in zip(optimizers, groups, strict=True):
             binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
@@ -303,15 +306,36 @@ class Engine(Checkpointing):
                     )
                 bound.add(slot)
 
+    def _respect_blocks(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        groups: Sequence[Sequence[Sequence[ParameterSlot]]],
+    ) -> None:
+        for one, its_groups in zip(optimizers, groups, strict=True):
+            for slot in [slot for group in its_groups for slot in group if slot.space.trainable]:
+                block = block_size_for(one, slot.shape)
+                if block > 1 and slot.space.update_tensors:
+                    raise ValueError(
+                        f"parameter {slot.name!r} shares an address space with parameters of an "
+                        f"attached optimizer, and {type(one).__name__} needs its blocks aligned: "
+                        "attach all optimizers in one call, engine.attach([...])"
+                    )
+                slot.block, slot.cuts = block, blocks(block)
+
     def _make_groups_contiguous(self, groups: list[list[ParameterSlot]]) -> None:
         label = {slot: index for index, group in enumerate(groups) for slot in group}
         for space in self.spaces:
-            labels = [label.get(slot, len(groups)) for slot in space.slots]
-            num_runs = 1 + sum(a != b for a, b in pairwise(labels))
-            if not space.trainable or space.update_tensors or num_runs == len(set(labels)):
+            # What is quantized is apart from what is not.
+            keys = [(label.get(slot, len(groups)), slot.block) for slot in space.slots]
+            num_runs = 1 + sum(a != b for a, b in pairwise(keys))
+            is_blocked = any(slot.block > 1 for slot in space.slots)
+            is_settled = num_runs == len(set(keys)) and not is_blocked
+            if not space.trainable or space.update_tensors or is_settled:
                 continue
-            order = dict(zip(space.slots, labels, strict=True))
-            space.rearrange(space.rearranged(order))
+            rank = {key: index for index, key in enumerate(sorted(set(keys)))}
+            space.rearrange(
+                space.rearranged({s: rank[key] for s, key in zip(space.slots, keys, strict=True)})
+            )
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:

@@ -162,7 +162,9 @@ class ParameterSlot(GradientSlot):
         aliases: All FQNs of a tied parameter, the canonical one first.
         parameter: The ``nn.Parameter`` that the model keeps.
         holders: ``(module, attribute)`` pairs that refer to it.
-        cuts: Where shards may cut it, as its runtime format and its optimizer ask for.
+        cuts: Where shards may cut it, as its optimizer asks for.
+        block: Elements that its optimizer quantizes together, 1 if none: its region starts at a
+            multiple of so many elements.
         optimization_units: What a matrix optimizer takes for one matrix each.
         is_written: A gradient landed in the current gradient buffer.
         was_used: A gradient landed since the last optimizer step.
@@ -183,6 +185,7 @@ class ParameterSlot(GradientSlot):
         self.original_dtype = parameter.dtype
         self.requires_grad = parameter.requires_grad
         self.cuts = elements()
+        self.block = 1
         self.optimization_units: tuple[OptimizationUnit, ...] = ()
         self.region: Region
         self.is_written = False

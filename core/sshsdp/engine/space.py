@@ -11,6 +11,7 @@ runtime shard after construction; loading writes the update shard and publishes.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,7 +73,7 @@ def plan_space(
         ],
         num_shards=num_shards,
         num_update_slices=num_update_slices,
-        alignment=space_format.alignment,
+        alignment=math.lcm(space_format.alignment, *(slot.block for slot in slots)),
     )
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sshsdp.engine.parameter import ShardedParameter, slot_of
 from sshsdp.engine.space import UpdateTensor
+from sshsdp.optim.blocks import decide_by_parameter
 from sshsdp.optim.granularity import granularity_of
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class OptimizerBinding:
         """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
         self.optimizer = optimizer
         self.groups = groups
+        decide_by_parameter(optimizer, self._is_quantized)
         trainable = [slot for group in groups for slot in group if slot.space.trainable]
         self.spaces: list[ShardedSpace] = list(dict.fromkeys(slot.space for slot in trainable))
         old_state = dict(optimizer.state)
@@ -105,6 +107,9 @@ class OptimizerBinding:
             optimizer.register_step_pre_hook(lambda *_: before_step()),
             optimizer.register_step_post_hook(lambda *_: on_step()),
         ]
+
+    def _is_quantized(self, tensor: torch.Tensor) -> bool:
+        return any(u.tensor is tensor and u.slots[0].block > 1 for _, u in self.updates())
 
     def updates(self) -> Iterator[tuple[int, UpdateTensor]]:
         """``(group index, update tensor)`` in the optimizer's order."""
@@ -182,6 +187,8 @@ class OptimizerBinding:
         for space in self.spaces:
             space.update_tensors = [u for u in space.update_tensors if u.tensor not in mine]
         self.optimizer.state.clear()
+        # What `decide_by_parameter` put over the class's own.
+        self.optimizer.__dict__.pop("_new_buffer", None)
         for group, slots in zip(self.optimizer.param_groups, self.groups, strict=False):
             group["params"] = [slot.parameter for slot in slots]
 
@@ -208,7 +215,7 @@ def _runs(
 
 def _bind(space: ShardedSpace, group: list[ParameterSlot]) -> list[UpdateTensor]:
     members = set(group)
-    runs = _runs(space.slots, lambda slot: slot in members)
+    runs = _runs(space.slots, lambda slot: (slot in members, slot.block))
     bound = [_make_update(space, run) for run in runs if run[0] in members]
     space.update_tensors += bound
     space.update_tensors.sort(key=lambda update: update.start)

@@ -6,9 +6,11 @@ from typing import Literal
 
 import torch
 
+from sshsdp.optim.blocks import block_size_of
+
 __all__ = ["Granularity", "granularity_of", "register_optimizer"]
 
-Granularity = Literal["element"]
+Granularity = Literal["element", "block"]
 
 _REGISTRY: dict[type[torch.optim.Optimizer], Granularity] = {
     torch.optim.SGD: "element",
@@ -46,9 +48,13 @@ def register_optimizer(cls: type[torch.optim.Optimizer], *, granularity: Granula
 def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
     """The granularity of an optimizer, by its class or the nearest registered base.
 
+    torchao's low-bit optimizers have ``"block"`` without being registered.
+
     Raises:
         ValueError: The class is not known to work on flat pieces of parameters.
     """
+    if block_size_of(optimizer) is not None:
+        return "block"
     for cls in type(optimizer).__mro__:
         if cls in _REGISTRY:
             return _REGISTRY[cls]
