@@ -88,6 +88,9 @@ class UpdatePolicy:
         device: ``"cpu"`` keeps masters, reduced gradients and optimizer state on the host:
             gradients go down and published values come up, through pinned memory. ``None``: where
             the runtime parameters are.
+        skip_nonfinite_steps: An optimizer step for which some gradient on some rank is inf or NaN
+            leaves weights and optimizer state as they are. Costs one number over all ranks and a
+            wait for it in every step.
     """
 
     dtype: torch.dtype | None = torch.float32
@@ -95,6 +98,7 @@ class UpdatePolicy:
     splits: Mapping[str, Split] = field(default_factory=dict)
     sharding: Literal["hierarchical", "replicated"] = "hierarchical"
     device: Literal["cpu"] | None = None
+    skip_nonfinite_steps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce_dtype"):

@@ -23,6 +23,7 @@ class Stats:
         peak_gathered_bytes: Most bytes of gathered runtime parameters at any time.
         peak_gathered_units: Most units gathered (or being gathered) at any time, the root included.
         peak_gradient_bytes: Most bytes of unsharded gradient buffers at any time.
+        skipped_steps: 1 if the step was skipped (``UpdatePolicy.skip_nonfinite_steps``).
     """
 
     wire: WireBytes = field(default_factory=WireBytes)
@@ -31,6 +32,7 @@ class Stats:
     peak_gathered_bytes: int = 0
     peak_gathered_units: int = 0
     peak_gradient_bytes: int = 0
+    skipped_steps: int = 0
 
     def wire_bytes(self, axis: str | None = None) -> int:
         """Bytes received over one mesh axis, or over all."""

@@ -34,7 +34,8 @@ def collect_slots(model: nn.Module) -> list[ParameterSlot]:
 
     Raises:
         RuntimeError: A parameter belongs to an engine already.
-        ValueError: A parameter has no fixed shape yet, or is sharded by something else.
+        ValueError: A parameter has no fixed shape yet, is sharded by something else, or is complex
+            and trained; or its gradients would be sparse.
     """
     names: dict[nn.Parameter, list[str]] = {}
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -44,6 +45,11 @@ def collect_slots(model: nn.Module) -> list[ParameterSlot]:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             _check_parameter(name, parameter)
+            if getattr(module, "sparse", False) and parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} of {type(module).__name__}(sparse=True) would get sparse "
+                    "gradients, which cannot be reduced in place: build it with sparse=False"
+                )
             names.setdefault(parameter, []).append(name)
             if (module, attribute) not in holders.setdefault(parameter, []):
                 holders[parameter].append((module, attribute))
@@ -64,6 +70,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name!r} has no shape yet (lazy module): run one forward before "
             "sshsdp.shard()"
+        )
+    if parameter.requires_grad and parameter.is_complex():
+        raise ValueError(
+            f"parameter {name!r} is {parameter.dtype}: sshsdp trains real parameters; keep "
+            "torch.view_as_real() of it instead, or freeze it"
         )
     if isinstance(parameter.data, DTensor):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from sshsdp.engine.checkpointing import Checkpointing
+from sshsdp.engine.gradient_operations import GradientOperations
 from sshsdp.engine.gradients import install_rules, remove_rules
 from sshsdp.engine.hooks import ModuleHooks
 from sshsdp.engine.orders import Orders
@@ -22,7 +22,6 @@ from sshsdp.layout.cuts import blocks
 from sshsdp.layout.layout import Layout, UnitLayout
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
 from sshsdp.optim.blocks import block_size_for
-from sshsdp.optim.clipping import clip_by_norm, total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ class UpdateParameter:
     grad: torch.Tensor | None
 
 
-class Engine(Checkpointing):
+class Engine(GradientOperations):
     """Runs a sharded model; made by `sshsdp.shard`.
 
     Example:
@@ -90,6 +89,7 @@ class Engine(Checkpointing):
         self._stats = stats
         self._last_stats = stats
         self._bindings: list[OptimizerBinding] = []
+        self._knows_missing = False
         self.is_closed = False
         self._schedule = Schedule(
             units,
@@ -364,72 +364,28 @@ class Engine(Checkpointing):
         for space in self.spaces:
             space.drop_gradients()
 
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> torch.Tensor:
-        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``.
-
-        Collective: sends one number per mesh axis. Parameters without a gradient do not count.
-
-        Args:
-            max_norm: The norm to clip to.
-            norm_type: Which norm.
-            error_if_nonfinite: Raise if the norm is not finite.
-            foreach: As in torch.
-            optimizer: Take only the gradients of this attached optimizer's parameters; default:
-                all.
-
-        Returns:
-            The total norm before clipping: a plain 0-d tensor, the same on every rank.
-
-        Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set (on every rank),
-                or no optimizer is attached.
-        """
-        tensors = self._tensors_with_gradients("clip_grad_norm_", optimizer)
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        axes = [self.topology.reduce]
-        if self.topology.num_update_slices > 1:
-            axes.append(self.topology.replicate)
-        norm = total_norm(
-            gradients,
-            norm_type=float(norm_type),
-            foreach=foreach,
-            over=axes,
-            device=self.topology.device,
-        )
-        clip_by_norm(
-            tensors, max_norm, norm, error_if_nonfinite=error_if_nonfinite, foreach=foreach
-        )
-        return norm
-
-    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clip every gradient element to ``[-clip_value, clip_value]``. Local."""
-        tensors = self._tensors_with_gradients("clip_grad_value_")
-        torch.nn.utils.clip_grad_value_(tensors, clip_value, foreach=foreach)
-
-    def _tensors_with_gradients(
-        self, caller: str, optimizer: torch.optim.Optimizer | None = None
-    ) -> list[torch.Tensor]:
-        if not self._bindings:
-            raise RuntimeError(f"engine.{caller}() needs an attached optimizer: engine.attach(...)")
-        if optimizer is None:
-            updates = [update for space in self.spaces for update in space.update_tensors]
-        else:
-            updates = [update for _, update in self._binding_of(optimizer, caller).updates()]
-        return [u.tensor for u in updates if u.tensor.grad is not None and u.tensor.numel()]
-
-    def _before_step(self) -> None:
+    def _before_step(self, binding: OptimizerBinding) -> None:
         if self._schedule.is_pinned:
             raise RuntimeError(
                 "optimizer.step() inside engine.unsharded(): the gathered parameters would not "
                 "see the step. "
                 "Leave the context first"
+            )
+        self._warn_of_missing_parameters()
+        if self.update.skip_nonfinite_steps:
+            self._skip_if_nonfinite(binding)
+
+    def _warn_of_missing_parameters(self) -> None:
+        if self._knows_missing:
+            return
+        self._knows_missing = True
+        bound = {slot for b in self._bindings for group in b.groups for slot in group}
+        missing = [s.name for s in self.slots if s.space.trainable and s not in bound]
+        if missing and self.topology.world.rank == 0:
+            logger.warning(
+                "%d trainable parameters are in no attached optimizer and will not change: %s",
+                len(missing),
+                ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else ""),
             )
 
     def _on_step(self) -> None:

@@ -135,7 +135,16 @@ class GradientSlot:
         return self.grad_view
 
     def accept_gradient(self, gradient: torch.Tensor) -> None:
-        """Copy or add an ordinary gradient tensor (any floating dtype)."""
+        """Copy or add an ordinary gradient tensor (any floating dtype).
+
+        Raises:
+            RuntimeError: The gradient is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter {self.name!r} got a gradient of layout {gradient.layout}: only dense "
+                "gradients can be reduced"
+            )
         target, accumulate = self.gradient_target()
         if accumulate:
             target.add_(gradient)

@@ -87,7 +87,7 @@ class OptimizerBinding:
         self,
         optimizer: torch.optim.Optimizer,
         groups: list[list[ParameterSlot]],
-        before_step: Callable[[], None],
+        before_step: Callable[[OptimizerBinding], None],
         on_step: Callable[[], None],
     ) -> None:
         """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
@@ -104,7 +104,7 @@ class OptimizerBinding:
                 _carry_state_over(optimizer, update, old_state)
             group["params"] = [update.tensor for update in bound]
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: before_step()),
+            optimizer.register_step_pre_hook(lambda *_: before_step(self)),
             optimizer.register_step_post_hook(lambda *_: on_step()),
         ]
 
