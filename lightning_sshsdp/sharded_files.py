@@ -33,8 +33,18 @@ METADATA_FILE = "meta.pt"
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether a path is a directory that `save_sharded` (or Lightning) wrote."""
-    return (path / METADATA_FILE).is_file()
+    """Whether a path is a directory that `save_sharded` (or Lightning) wrote.
+
+    Raises:
+        ValueError: It is another directory.
+    """
+    if path.is_dir() and not (path / METADATA_FILE).is_file():
+        raise ValueError(
+            f"{path} is a directory without {METADATA_FILE}, and so no checkpoint that the Trainer "
+            "or Fabric wrote; one that engine.save() or torch.distributed.checkpoint wrote is read "
+            "by engine.load()"
+        )
+    return path.is_dir()
 
 
 def check_local(path: str | Path) -> None:

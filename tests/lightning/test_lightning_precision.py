@@ -147,14 +147,3 @@ def test_wrong_options_are_named_when_the_strategy_is_made(
 ) -> None:
     with pytest.raises(error, match=message):
         lightning_sshsdp.SSHSDPStrategy(**options)
-
-
-def _wrong_mesh() -> None:
-    with pytest.raises(ValueError, match="replicate_size=3"):
-        make_trainer(lightning_sshsdp.SSHSDPStrategy(replicate_size=3)).fit(
-            LanguageModule(), token_loader()
-        )
-
-
-def test_mesh_sizes_that_are_not_the_world_are_named(two_ranks: Ranks) -> None:
-    two_ranks.run(_wrong_mesh)
