@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 import typer
+from language_model import check_export, make_adamw, make_schedule, write_export
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -127,27 +128,10 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW, no weight decay on norms and biases; warm-up, then a cosine down to a tenth."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(
-            groups,
-            lr=self.options.learning_rate,
-            betas=(0.9, 0.95),
-            # Lightning does not clip for a fused optimizer under autocast.
-            fused=not self.options.precision.endswith("-mixed"),
-        )
-        warmup, total = self.options.warmup_steps, self.options.total_steps
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / (warmup + 1)
-            progressed = min(1.0, (step - warmup) / max(1, total - warmup))
-            return 0.1 + 0.9 * (1.0 + math.cos(math.pi * progressed)) / 2.0
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        # Lightning does not clip for a fused optimizer under autocast.
+        fused = not self.options.precision.endswith("-mixed")
+        optimizer = make_adamw(self.parameters(), self.options.learning_rate, fused)
+        schedule = make_schedule(optimizer, self.options.warmup_steps, self.options.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -179,30 +163,8 @@ def export(trainer: Trainer, module: LanguageModel, tokenizer: Any, directory: P
     engine = getattr(trainer.strategy, "engine", None)
     state = module.state_dict() if engine is None else engine.full_state_dict()
     if trainer.is_global_zero:
-        dtype = module.model.dtype
-        weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
-        module.model.save_pretrained(directory, state_dict=weights)
-        tokenizer.save_pretrained(directory)
-
-
-@torch.no_grad()
-def check_export(directory: Path, batch: Tensor, logits: Tensor) -> tuple[bool, str]:
-    """Load an export with plain transformers, compare its logits, and let it write.
-
-    Returns:
-        Whether the logits agree and something was generated; and what was.
-    """
-    model = AutoModelForCausalLM.from_pretrained(directory).to(batch.device)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    error = torch.linalg.vector_norm(model(input_ids=batch).logits.float() - logits.float())
-    relative = error / torch.linalg.vector_norm(logits.float())
-    # In bf16, autocast rounds between the layers where the plain model does not.
-    agrees = bool(relative < (1e-4 if model.dtype == torch.float32 else 3e-2))
-    prompt = batch[:1, :8]
-    written = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False
-    )
-    return agrees and written.shape[1] > prompt.shape[1], tokenizer.decode(written[0])
+        weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        write_export(module.model, weights, tokenizer, directory)
 
 
 def perplexity(trainer: Trainer, module: LanguageModel, loader: DataLoader[Tensor]) -> float:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from running import last_line
 from tiny_model import write_model, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = Path(__file__).parents[2]
 SIZE = (
     *("--steps", "6", "--batch-size", "2", "--accumulate", "2", "--sequence-length", "32"),
     *("--held-out", "8", "--learning-rate", "3e-3"),
@@ -34,35 +30,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any
 
     def run_once(*options: str) -> dict[str, Any]:
         if options not in done:
-            done[options] = run_example(
+            done[options] = last_line(
+                "finetune_lightning.py",
                 *("--model", str(directory / "model"), "--text", str(directory / "text.txt")),
                 *("--output", str(directory / f"output-{len(done)}"), *SIZE, *options),
             )
         return done[options]
 
     return run_once
-
-
-def run_example(*options: str) -> dict[str, Any]:
-    """Run it in new processes, which are not to take this one for their launcher."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "core"), str(ROOT)])
-    environment["OMP_NUM_THREADS"] = "1"
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "finetune_lightning.py"), *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
-    return result
 
 
 def test_two_processes_learn_the_text_and_go_on_from_the_checkpoint(
