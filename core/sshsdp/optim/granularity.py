@@ -10,7 +10,7 @@ from sshsdp.optim.blocks import block_size_of
 
 __all__ = ["Granularity", "granularity_of", "register_optimizer"]
 
-Granularity = Literal["element", "block"]
+Granularity = Literal["element", "block", "row", "matrix"]
 
 _REGISTRY: dict[type[torch.optim.Optimizer], Granularity] = {
     torch.optim.SGD: "element",

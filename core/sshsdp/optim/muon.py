@@ -1,0 +1,307 @@
+"""Muon for whole matrices and for matrices spread over ranks by rows, with AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim.adamw import adamw
+
+from sshsdp.layout.owners import assign_owners
+from sshsdp.optim.newton_schulz import COEFFICIENTS, gram_factors, orthogonalize
+from sshsdp.optim.row_shards import RowShard, row_shard_of, sum_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from sshsdp.engine.collectives import Collectives
+    from sshsdp.optim.granularity import Granularity
+
+__all__ = ["Method", "Muon", "choose_method"]
+
+Method = Literal["auto", "owner", "gram"]
+
+# Elements that are orthogonalized at once: enough to fill a GPU, little beside the model.
+_BATCH_NUMEL = 2**26
+
+# Of a group that AdamW steps; names as in torch.optim.AdamW but for eps, which Muon has too.
+_ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "adamw_eps": 1e-8}
+
+
+class Muon(torch.optim.Optimizer):
+    """``torch.optim.Muon``'s rule and options, over batches of matrices, sharded or not.
+
+    Matrices of one shape are orthogonalized together. Attached to an engine, a matrix is either
+    whole on one rank (``"owner"``) or spread over all ranks by rows (``"gram"``): then only its
+    Gram matrix is summed over ranks, and the iteration, in float32, runs on that. Param groups with
+    ``algorithm="adamw"`` are stepped by AdamW, element by element (see
+    `sshsdp.optim.muon_with_adamw`).
+
+    Without an engine: ``[E, m, n]`` is a batch of matrices, and more dims are flattened to
+    ``[out, rest]``. With one, ``UpdatePolicy.splits`` says what a matrix is.
+
+    Args:
+        params: Parameters or param groups. A group may set any of the options below, and
+            ``algorithm`` (``"muon"`` or ``"adamw"``), ``betas`` and ``adamw_eps``.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        momentum: Weight of the old momentum in ``B = momentum * B + (1 - momentum) * grad``.
+        nesterov: Look ahead: orthogonalize ``(1 - momentum) * grad + momentum * B``.
+        ns_coefficients: ``(a, b, c)`` of the Newton-Schulz polynomial.
+        eps: Least norm that a matrix is divided by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: ``"original"`` (or None): times ``sqrt(max(1, m / n))``;
+            ``"match_rms_adamw"``: times ``0.2 * sqrt(max(m, n))``.
+        ns_dtype: In which whole matrices are iterated on.
+        method: ``"auto"``: for each matrix what `choose_method` says.
+
+    Raises:
+        ValueError: A value out of range; a parameter of fewer than 2 dims in a Muon group.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        method: Method = "auto",
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+            if not value >= 0:
+                raise ValueError(f"Muon: {name} must be 0 or more, got {value}")
+        if method not in ("auto", "owner", "gram"):
+            raise ValueError(f"Muon: method must be 'auto', 'owner' or 'gram', got {method!r}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                "Muon: adjust_lr_fn must be None, 'original' or 'match_rms_adamw', "
+                f"got {adjust_lr_fn!r}"
+            )
+        defaults = {
+            "algorithm": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "method": method,
+            **_ADAMW_DEFAULTS,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse what its algorithm cannot step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["algorithm"] not in ("muon", "adamw"):
+            self.param_groups.pop()
+            raise ValueError(
+                f"Muon: algorithm must be 'muon' or 'adamw', got {group['algorithm']!r}"
+            )
+        if group["algorithm"] == "adamw":
+            return
+        names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
+        for name, parameter in zip(names, group["params"], strict=True):
+            if parameter.ndim < 2 and row_shard_of(parameter) is None:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon: parameter {name} of group {len(self.param_groups)} has shape "
+                    f"{tuple(parameter.shape)}, which is no matrix: give it to a group with "
+                    "algorithm='adamw' (sshsdp.optim.muon_with_adamw does so)"
+                )
+
+    def sshsdp_granularity(
+        self, group: dict[str, Any], shapes: Sequence[tuple[int, ...]], num_ranks: int
+    ) -> Granularity:
+        """How finely the engine may cut a parameter of a group.
+
+        Args:
+            group: The param group.
+            shapes: Shapes of the matrices that the parameter consists of.
+            num_ranks: Over how many ranks updates are spread.
+        """
+        if group["algorithm"] == "adamw":
+            return "element"
+        method = group["method"]
+        if method == "auto":
+            choices = {choose_method(shape[-2:], num_ranks) for shape in shapes}
+            method = "gram" if choices == {"gram"} else "owner"
+        return "row" if method == "gram" else "matrix"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            if group["algorithm"] == "adamw":
+                self._step_adamw(group, tensors)
+                continue
+            sharded = [tensor for tensor in tensors if row_shard_of(tensor) is not None]
+            self._step_whole(group, [t for t in tensors if row_shard_of(t) is None])
+            if sharded:
+                self._step_by_gram(group, sharded)
+        return loss
+
+    def _momentum(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
+        """What is to be orthogonalized: the momentum, looking ahead or not."""
+        assert tensor.grad is not None
+        state = self.state[tensor]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(tensor.grad)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        buffer.lerp_(tensor.grad, 1 - group["momentum"])
+        return tensor.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _step_whole(self, group: dict[str, Any], tensors: Iterable[torch.Tensor]) -> None:
+        batches: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for tensor in tensors:
+            update, weights = self._momentum(group, tensor), tensor.detach()
+            is_batch = tensor.ndim == 3
+            for weight, one in zip(
+                weights.unbind(0) if is_batch else [weights],
+                update.unbind(0) if is_batch else [update],
+                strict=True,
+            ):
+                matrix = one.flatten(1)
+                batches[*matrix.shape, weight.dtype, weight.device].append((weight, matrix))
+        for entries in batches.values():
+            shape = tuple(entries[0][1].shape)
+            num_at_once = max(_BATCH_NUMEL // max(math.prod(shape), 1), 1)
+            for first in range(0, len(entries), num_at_once):
+                chunk = entries[first : first + num_at_once]
+                made = orthogonalize(
+                    torch.stack([matrix for _, matrix in chunk]),
+                    coefficients=group["ns_coefficients"],
+                    num_steps=group["ns_steps"],
+                    eps=group["eps"],
+                    dtype=group["ns_dtype"],
+                )
+                for (weight, _), direction in zip(chunk, made, strict=True):
+                    _apply(group, weight, direction.reshape(weight.shape), shape)
+
+    def _step_by_gram(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        entries: list[_Entry] = []
+        shard = row_shard_of(tensors[0])
+        assert shard is not None
+        for tensor in tensors:
+            entries += _entries(tensor, self._momentum(group, tensor))
+        grams = [rows.float().mT @ rows.float() for _, rows, _ in entries]
+        sum_over(grams, shard.axes, "Gram matrices")
+        factors = _shared_factors(group, grams, shard.axes[0])
+        for (weight, rows, shape), factor in zip(entries, factors, strict=True):
+            _apply(group, weight, rows.float() @ factor, shape)
+
+    def _step_adamw(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        states = [self.state[tensor] for tensor in tensors]
+        for tensor, state in zip(tensors, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(tensor)
+                state["exp_avg_sq"] = torch.zeros_like(tensor)
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(tensors),
+            [tensor.grad for tensor in tensors if tensor.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+# Weight rows, update rows, shape of the whole matrix.
+_Entry = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+
+
+def _entries(tensor: torch.Tensor, update: torch.Tensor) -> list[_Entry]:
+    shard = row_shard_of(tensor)
+    assert isinstance(shard, RowShard)
+    return [
+        (weight, rows, matrix.shape)
+        for weight, rows, matrix in zip(
+            shard.views(tensor.detach()), shard.views(update), shard.matrices, strict=True
+        )
+    ]
+
+
+def _apply(
+    group: dict[str, Any], weight: torch.Tensor, direction: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    lr = float(group["lr"])
+    height, width = shape[-2], shape[-1]
+    ratio = (
+        0.2 * math.sqrt(max(height, width))
+        if group["adjust_lr_fn"] == "match_rms_adamw"
+        else math.sqrt(max(1, height / width))
+    )
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.add_(direction.to(weight.dtype), alpha=-lr * ratio)
+
+
+def _shared_factors(
+    group: dict[str, Any], grams: Sequence[torch.Tensor], axis: Collectives
+) -> list[torch.Tensor]:
+    """The factor of every Gram matrix; each rank of the axis iterates on some of them."""
+    owners = assign_owners([len(gram) ** 3 for gram in grams], [0] * axis.size)
+    numels = [
+        sum(gram.numel() for gram, owner in zip(grams, owners, strict=True) if owner == rank)
+        for rank in range(axis.size)
+    ]
+    room = grams[0].new_zeros(axis.size, max(numels))
+    cursors = [0] * axis.size
+    places = []
+    for gram, owner in zip(grams, owners, strict=True):
+        start = cursors[owner]
+        cursors[owner] += gram.numel()
+        places.append(room[owner, start : cursors[owner]].view(gram.shape))
+        if owner == axis.rank:
+            factor = gram_factors(
+                gram[None],
+                coefficients=group["ns_coefficients"],
+                num_steps=group["ns_steps"],
+                eps=group["eps"],
+            )
+            places[-1].copy_(factor[0])
+    axis.all_gather(room.view(-1), room[axis.rank], "Newton-Schulz factors").wait()
+    return places
+
+
+def choose_method(shape: Sequence[int], num_ranks: int) -> Literal["owner", "gram"]:
+    """Which way brings less over the wire to every rank, for one matrix among many.
+
+    Owner: the float32 gradient to the owner and bfloat16 values back, 6 bytes for every element,
+    shared by all ranks. Gram: ``n^2`` float32 numbers (``n`` the short side) summed, which is two
+    passes, and as many factors gathered, 12 bytes for each, on every rank.
+
+    Args:
+        shape: ``(m, n)`` of the matrix.
+        num_ranks: Over how many ranks updates are spread.
+    """
+    height, width = shape
+    owner = 6 * height * width / num_ranks
+    gram = 12 * min(height, width) ** 2
+    return "gram" if gram < owner else "owner"
