@@ -122,7 +122,8 @@ class Topology:
             replicate=collectives(REPLICATE, replicate_columns),
             world=collectives("world", everyone),
             device=device,
-            update_device=torch.device(update.device) if update.device else device,
+            # "cpu" and "cpu:0" are unequal.
+            update_device=device if update.device in (None, device.type) else torch.device("cpu"),
             update_sharding=update.sharding,
         )
 

@@ -1,0 +1,130 @@
+"""Training through the accelerator equals Accelerate's own DDP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from accelerate_sshsdp import SSHSDPPlugin, engine_of
+from tests.accelerate.models import LENGTH, VOCABULARY, llama, make
+from tests.accelerate.training import new_accelerator, train
+
+if TYPE_CHECKING:
+    from tests.accelerate.conftest import Ranks
+
+
+def _assert_trains_like_ddp(
+    kind: str,
+    options: dict[str, Any],
+    plugin: dict[str, Any] | None = None,
+    frozen: tuple[str, ...] = (),
+    tolerance: float = 1e-5,
+) -> None:
+    theirs = train(new_accelerator("ddp", **options), kind, frozen=frozen)
+    accelerator = new_accelerator("ours", sshsdp_plugin=SSHSDPPlugin(**plugin or {}), **options)
+    ours = train(accelerator, kind, frozen=frozen)
+    assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
+    assert ours.norms == pytest.approx(theirs.norms, rel=10 * tolerance)
+    assert ours.rates == theirs.rates
+    assert len(set(ours.rates)) > 1
+    if not accelerator.is_main_process:
+        assert ours.weights == {}
+        return
+    names = [name.removeprefix("module.") for name in theirs.weights]
+    assert [*ours.weights] == names
+    for name, value in zip(names, theirs.weights.values(), strict=True):
+        if name.endswith(("key.bias", "k_proj.bias")):
+            # Softmax makes their gradients zero but for rounding, which Adam scales up.
+            continue
+        torch.testing.assert_close(
+            ours.weights[name].to(value.dtype), value, rtol=0, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "t5", "vit"])
+def test_losses_norms_and_weights_equal_ddp(two_ranks: Ranks, kind: str) -> None:
+    """Clipping, weight decay groups, a schedule made before `prepare`, an uneven last batch."""
+    two_ranks.run(_assert_trains_like_ddp, kind, {})
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_accumulated_micro_batches_equal_ddp(two_ranks: Ranks, kind: str) -> None:
+    """Four micro-batches an epoch, in steps of three: the last step has one of them."""
+    two_ranks.run(_assert_trains_like_ddp, kind, {"gradient_accumulation_steps": 3})
+
+
+def test_frozen_parts_equal_ddp(two_ranks: Ranks) -> None:
+    two_ranks.run(_assert_trains_like_ddp, "t5", {}, None, ("encoder.block", "shared"))
+
+
+def test_replicas_and_shards_equal_ddp(four_ranks: Ranks) -> None:
+    plugin = {"replicate_size": 2, "packs": True, "reshard_after_forward": False}
+    four_ranks.run(_assert_trains_like_ddp, "llama", {"gradient_accumulation_steps": 2}, plugin)
+
+
+def test_bf16_is_as_close_to_ddp_as_rounding_allows(two_ranks: Ranks) -> None:
+    options = {"mixed_precision": "bf16"}
+    two_ranks.run(_assert_trains_like_ddp, "llama", options, None, (), 5e-3)
+
+
+def _train_bf16_from_bf16_weights() -> None:
+    accelerator = new_accelerator("ours", mixed_precision="bf16")
+    torch.manual_seed(0)
+    model = llama().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    engine = engine_of(model)
+    assert {p.tensor.dtype for _, p in engine.update_parameters()} == {torch.float32}
+    batch = torch.randint(0, VOCABULARY, (2, LENGTH))
+    output = model(input_ids=batch, labels=batch)
+    # As Accelerate's own wrapper returns it.
+    assert output.logits.dtype == torch.float32
+    accelerator.backward(output.loss)
+    before = {name: p.tensor.clone() for name, p in engine.update_parameters()}
+    optimizer.step()
+    # Steps this small would be lost in bf16.
+    for name, parameter in engine.update_parameters():
+        assert not torch.equal(parameter.tensor, before[name]), name
+
+
+def test_a_model_loaded_in_bf16_gets_fp32_masters_under_mixed_precision(two_ranks: Ranks) -> None:
+    """Accelerate's FSDP2 silently left them in bf16 (huggingface/accelerate#3979)."""
+    two_ranks.run(_train_bf16_from_bf16_weights)
+
+
+def _train_fp16_with_one_overflow() -> None:
+    from accelerate.utils import GradScalerKwargs
+
+    scaling = GradScalerKwargs(init_scale=1024.0, growth_interval=1000)
+    accelerator = new_accelerator("ours", mixed_precision="fp16", kwargs_handlers=[scaling])
+    model = make("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    engine = engine_of(model)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    losses = []
+    for index in range(4):
+        batch = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+        loss = model(input_ids=batch, labels=batch).loss
+        # Only one rank overflows, and only one may see that in its part of the gradients.
+        overflows = index == 2 and accelerator.process_index == 1
+        accelerator.backward(loss * float("inf") if overflows else loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert bool(torch.isfinite(norm)) == (index != 2)
+        before = {name: p.tensor.clone() for name, p in engine.update_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = any(
+            not torch.equal(p.tensor, before[name]) for name, p in engine.update_parameters()
+        )
+        assert changed == (index != 2)
+        assert accelerator.optimizer_step_was_skipped == (index == 2)
+        losses.append(loss.item())
+    assert accelerator.scaler.get_scale() == 512.0
+    assert all(loss < 10 for loss in losses)
+
+
+def test_fp16_skips_a_step_on_all_ranks_if_one_overflows(two_ranks: Ranks) -> None:
+    two_ranks.run(_train_fp16_with_one_overflow)
