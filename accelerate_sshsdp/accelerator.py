@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 
+from accelerate_sshsdp.checkpoints import CheckpointsMixin
 from accelerate_sshsdp.environment import (
     check_precision,
     check_world,
@@ -47,7 +48,7 @@ __all__ = ["Accelerator"]
 logger = logging.getLogger(__name__)
 
 
-class Accelerator(GradientsMixin, ExportsMixin, accelerate.Accelerator):
+class Accelerator(GradientsMixin, CheckpointsMixin, ExportsMixin, accelerate.Accelerator):
     """Drop-in ``accelerate.Accelerator`` whose models are sharded by SS-HSDP.
 
     ``prepare`` shards models in place and returns them; optimizers keep their identity, and their

@@ -14,8 +14,6 @@ from torch import nn
 from accelerate_sshsdp.sharding import engine_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import sshsdp
 
 __all__ = ["ExportsMixin", "export_by_save_pretrained"]
@@ -56,23 +54,24 @@ def export_by_save_pretrained(model: nn.Module, engine: sshsdp.Engine) -> None:
         if engine.is_closed or options.get("state_dict") is not None:
             original(save_directory, *args, **options)
             return
-        options["state_dict"] = engine.full_state_dict()
-        options["is_main_process"] = dist.get_rank() == 0
+        state = engine.full_state_dict()
+        # Kept, because transformers takes out of the dict what it has written.
+        dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
+        options |= {"state_dict": state, "is_main_process": dist.get_rank() == 0}
         original(save_directory, *args, **options)
-        if options["is_main_process"]:
-            _note_dtype(Path(save_directory), options["state_dict"])
+        if dtypes:
+            _note_dtype(Path(save_directory), dtypes[0])
 
     model.__dict__["save_pretrained"] = save_pretrained
 
 
-def _note_dtype(directory: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
+def _note_dtype(directory: Path, dtype: torch.dtype) -> None:
     """Have the configuration say what was saved: it knows of the runtime dtype only."""
     file = directory / "config.json"
-    dtypes = [value.dtype for value in state_dict.values() if value.is_floating_point()]
-    if not file.is_file() or not dtypes:
+    if not file.is_file():
         return
     config = json.loads(file.read_text(encoding="utf-8"))
-    name = str(dtypes[0]).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if "dtype" in config and config["dtype"] != name:
         config["dtype"] = name
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
