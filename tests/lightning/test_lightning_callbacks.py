@@ -125,11 +125,6 @@ def _refuses_averaging() -> None:
             make_trainer(callbacks=callback).fit(LanguageModule(), token_loader())
 
 
-def test_callbacks_that_average_whole_models_are_refused(two_ranks: Ranks) -> None:
-    """With ModelParallelStrategy, SWA silently averages nothing."""
-    two_ranks.run(_refuses_averaging)
-
-
 def _average(
     strategy: str, callback: Any, path: str | None, epochs: int = 2
 ) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
@@ -154,13 +149,6 @@ def _averages_like_lightning(decay: float | None, first: int) -> None:
     assert_same_weights(our_weights, weights)
 
 
-@pytest.mark.parametrize(("decay", "first"), [(0.9, 0), (0.5, 5), (None, 3)])
-def test_averages_on_shards_are_lightnings_averages(
-    two_ranks: Ranks, decay: float | None, first: int
-) -> None:
-    two_ranks.run(_averages_like_lightning, decay, first)
-
-
 class _SavesAfterFirstEpoch(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -183,17 +171,28 @@ def _resumes_averages(checkpoint: str, path: str) -> None:
     first.strategy.barrier()
 
 
-@pytest.mark.parametrize("checkpoint", ["sshsdp", "full"])
-def test_averages_are_saved_as_the_model_and_go_on_after_resuming(
-    two_ranks: Ranks, tmp_path: Path, checkpoint: str
-) -> None:
-    two_ranks.run(_resumes_averages, checkpoint, str(tmp_path / "some.ckpt"))
+class TestAveraging:
+    """EMA's deepcopy asserts with ModelParallelStrategy, and SWA averages nothing, in silence."""
 
+    def test_callbacks_that_average_whole_models_are_refused(self, two_ranks: Ranks) -> None:
+        two_ranks.run(_refuses_averaging)
 
-@pytest.mark.parametrize("options", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
-def test_wrong_averaging_options_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        lightning_sshsdp.WeightAveraging(**options)
+    @pytest.mark.parametrize(("decay", "first"), [(0.9, 0), (0.5, 5), (None, 3)])
+    def test_averages_on_shards_are_lightnings_averages(
+        self, two_ranks: Ranks, decay: float | None, first: int
+    ) -> None:
+        two_ranks.run(_averages_like_lightning, decay, first)
+
+    @pytest.mark.parametrize("checkpoint", ["sshsdp", "full"])
+    def test_averages_are_saved_as_the_model_and_go_on_after_resuming(
+        self, two_ranks: Ranks, tmp_path: Path, checkpoint: str
+    ) -> None:
+        two_ranks.run(_resumes_averages, checkpoint, str(tmp_path / "some.ckpt"))
+
+    @pytest.mark.parametrize("options", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
+    def test_wrong_averaging_options_are_named(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            lightning_sshsdp.WeightAveraging(**options)
 
 
 class _LogsNorms(LanguageModule):
@@ -225,10 +224,12 @@ def _gradient_norms(kind: Any) -> None:
         lightning_sshsdp.grad_norm(reference, 2)
 
 
-@pytest.mark.parametrize("kind", [2, "inf"])
-def test_norms_of_single_gradients_are_those_of_ddp(two_ranks: Ranks, kind: Any) -> None:
-    """Lightning's own function raises with ModelParallelStrategy."""
-    two_ranks.run(_gradient_norms, kind)
+class TestGradientNorms:
+    """Lightning's ``grad_norm`` raises with ModelParallelStrategy."""
+
+    @pytest.mark.parametrize("kind", [2, "inf"])
+    def test_norms_of_single_gradients_are_those_of_ddp(self, two_ranks: Ranks, kind: Any) -> None:
+        two_ranks.run(_gradient_norms, kind)
 
 
 def _other_callbacks() -> dict[str, torch.Tensor]:

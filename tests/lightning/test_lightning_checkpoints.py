@@ -65,18 +65,20 @@ def _interrupted(
     return straight, weights_of(resumed)
 
 
-@pytest.mark.parametrize("checkpoint", FORMATS)
-@pytest.mark.parametrize(
-    "options", [{"scheduler": True}, {"optimizer": "momentum"}, {"optimizer": "sgd"}]
-)
-def test_resuming_changes_no_bit(
-    two_ranks: Ranks, tmp_path: Path, checkpoint: str, options: dict[str, Any]
-) -> None:
-    """Lightning's ModelParallelStrategy fails for plain SGD, whose state is empty."""
-    path = str(tmp_path / "half.ckpt")
-    for straight, resumed in two_ranks.run(_interrupted, checkpoint, checkpoint, options, path):
-        assert_same_weights(resumed, straight, rtol=0)
-    assert Path(path).is_dir() == (checkpoint == "sharded")
+class TestResuming:
+    """A full checkpoint of plain SGD has an empty state: ModelParallelStrategy's IndexError."""
+
+    @pytest.mark.parametrize("checkpoint", FORMATS)
+    @pytest.mark.parametrize(
+        "options", [{"scheduler": True}, {"optimizer": "momentum"}, {"optimizer": "sgd"}]
+    )
+    def test_resuming_changes_no_bit(
+        self, two_ranks: Ranks, tmp_path: Path, checkpoint: str, options: dict[str, Any]
+    ) -> None:
+        path = str(tmp_path / "half.ckpt")
+        for straight, resumed in two_ranks.run(_interrupted, checkpoint, checkpoint, options, path):
+            assert_same_weights(resumed, straight, rtol=0)
+        assert Path(path).is_dir() == (checkpoint == "sharded")
 
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "sharded"), ("full", "ddp")])
@@ -135,40 +137,44 @@ def test_checkpoints_of_lightnings_fsdp2_strategy_load(two_ranks: Ranks, tmp_pat
         assert_same_weights(resumed, straight)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric"])
-def test_consolidated_checkpoints_are_ordinary_ones(
-    two_ranks: Ranks, tmp_path: Path, package: str
-) -> None:
-    """The command of ``lightning.pytorch`` is a KeyError on ModelParallelStrategy's."""
-    path, whole = tmp_path / "sharded.ckpt", tmp_path / "whole.ckpt"
-    weights = two_ranks.run(_fit_and_save, "sharded", 1, str(path), None)[0]
-    command = f"{package}.utilities.consolidate_checkpoint"
-    subprocess.run(
-        [sys.executable, "-m", command, str(path), "--output_file", str(whole)],
-        check=True,
-        timeout=100,
-    )
-    if package == "lightning.fabric":
-        consolidated = torch.load(whole)["model"]
-        assert_same_weights({name: consolidated[name] for name in weights}, weights, rtol=0)
-        return
-    module = LanguageModule.load_from_checkpoint(whole)
-    assert_same_weights(module.state_dict(), weights, rtol=0)
-    ddp = two_ranks.run(_fit_and_save, "ddp", 2, str(tmp_path / "ddp.ckpt"), str(whole))[0]
-    ours = two_ranks.run(_fit_and_save, "full", 2, str(tmp_path / "ours.ckpt"), str(path))[0]
-    assert_same_weights(ours, ddp)
+class TestConsolidation:
+    """The command of ``lightning.pytorch`` is a KeyError on ModelParallelStrategy's directories."""
+
+    @pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric"])
+    def test_consolidated_checkpoints_are_ordinary_ones(
+        self, two_ranks: Ranks, tmp_path: Path, package: str
+    ) -> None:
+        path, whole = tmp_path / "sharded.ckpt", tmp_path / "whole.ckpt"
+        weights = two_ranks.run(_fit_and_save, "sharded", 1, str(path), None)[0]
+        command = f"{package}.utilities.consolidate_checkpoint"
+        subprocess.run(
+            [sys.executable, "-m", command, str(path), "--output_file", str(whole)],
+            check=True,
+            timeout=100,
+        )
+        if package == "lightning.fabric":
+            consolidated = torch.load(whole)["model"]
+            assert_same_weights({name: consolidated[name] for name in weights}, weights, rtol=0)
+            return
+        module = LanguageModule.load_from_checkpoint(whole)
+        assert_same_weights(module.state_dict(), weights, rtol=0)
+        ddp = two_ranks.run(_fit_and_save, "ddp", 2, str(tmp_path / "ddp.ckpt"), str(whole))[0]
+        ours = two_ranks.run(_fit_and_save, "full", 2, str(tmp_path / "ours.ckpt"), str(path))[0]
+        assert_same_weights(ours, ddp)
 
 
-@pytest.mark.parametrize("checkpoint", FORMATS)
-def test_load_from_checkpoint_needs_no_strategy(
-    two_ranks: Ranks, tmp_path: Path, checkpoint: str
-) -> None:
-    """Lightning alone raises IsADirectoryError for a directory."""
-    path = str(tmp_path / "some.ckpt")
-    weights = two_ranks.run(_fit_and_save, checkpoint, 1, path, None)[0]
-    module = LanguageModule.load_from_checkpoint(path)
-    assert module.hparams.seed == 1
-    assert_same_weights(module.state_dict(), weights, rtol=0)
+class TestLoadFromCheckpoint:
+    """Lightning alone raises IsADirectoryError for a sharded checkpoint."""
+
+    @pytest.mark.parametrize("checkpoint", FORMATS)
+    def test_load_from_checkpoint_needs_no_strategy(
+        self, two_ranks: Ranks, tmp_path: Path, checkpoint: str
+    ) -> None:
+        path = str(tmp_path / "some.ckpt")
+        weights = two_ranks.run(_fit_and_save, checkpoint, 1, path, None)[0]
+        module = LanguageModule.load_from_checkpoint(path)
+        assert module.hparams.seed == 1
+        assert_same_weights(module.state_dict(), weights, rtol=0)
 
 
 class _TwoOptimizers(LanguageModule):
@@ -239,17 +245,19 @@ def _weights_only(checkpoint: str, path: str) -> tuple[Any, Any, int]:
     return weights_of(trainer), weights_of(resumed), len(resumed.optimizers[0].state)
 
 
-@pytest.mark.parametrize("checkpoint", FORMATS)
-def test_fit_starts_from_a_weights_only_checkpoint(
-    two_ranks: Ranks, tmp_path: Path, checkpoint: str
-) -> None:
-    """A sharded one makes ModelParallelStrategy fail, a full one every strategy."""
-    for saved, resumed, num_states in two_ranks.run(
-        _weights_only, checkpoint, str(tmp_path / "weights.ckpt")
-    ):
-        # The epoch was complete, so nothing was trained after loading.
-        assert_same_weights(resumed, saved, rtol=0)
-        assert num_states == 0
+class TestWeightsOnly:
+    """ModelParallelStrategy cannot fit from a sharded one, and no strategy from a full one."""
+
+    @pytest.mark.parametrize("checkpoint", FORMATS)
+    def test_fit_starts_from_a_weights_only_checkpoint(
+        self, two_ranks: Ranks, tmp_path: Path, checkpoint: str
+    ) -> None:
+        for saved, resumed, num_states in two_ranks.run(
+            _weights_only, checkpoint, str(tmp_path / "weights.ckpt")
+        ):
+            # The epoch was complete, so nothing was trained after loading.
+            assert_same_weights(resumed, saved, rtol=0)
+            assert num_states == 0
 
 
 class _Bigger(LanguageModule):
@@ -279,12 +287,14 @@ def _loads_other_names(checkpoint: str, path: str) -> None:
         )
 
 
-@pytest.mark.parametrize("checkpoint", FORMATS)
-def test_missing_names_are_an_error_only_when_loading_is_strict(
-    two_ranks: Ranks, tmp_path: Path, checkpoint: str
-) -> None:
-    """ModelParallelStrategy fails for sharded checkpoints in both cases."""
-    two_ranks.run(_loads_other_names, checkpoint, str(tmp_path / "some.ckpt"))
+class TestStrictLoading:
+    """``strict_loading=False`` fails on ModelParallelStrategy's sharded checkpoints."""
+
+    @pytest.mark.parametrize("checkpoint", FORMATS)
+    def test_missing_names_are_an_error_only_when_loading_is_strict(
+        self, two_ranks: Ranks, tmp_path: Path, checkpoint: str
+    ) -> None:
+        two_ranks.run(_loads_other_names, checkpoint, str(tmp_path / "some.ckpt"))
 
 
 def _replaces_each_other(directory: str) -> None:

@@ -162,9 +162,11 @@ def _restores_synchronization() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
-def test_no_backward_sync_restores_what_was_before(two_ranks: Ranks) -> None:
-    """After ``enabled=False``, Lightning's ModelParallelStrategy leaves synchronization off."""
-    two_ranks.run(_restores_synchronization)
+class TestBackwardSync:
+    """After ``no_backward_sync(enabled=False)``, ModelParallelStrategy leaves reductions off."""
+
+    def test_no_backward_sync_restores_what_was_before(self, two_ranks: Ranks) -> None:
+        two_ranks.run(_restores_synchronization)
 
 
 def _refuses() -> None:

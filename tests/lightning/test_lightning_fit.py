@@ -84,13 +84,6 @@ def _odd_module_trains() -> None:
     assert_close(weights[name], fresh[name], rtol=0, atol=0)
 
 
-def test_frozen_and_unused_parameters_stay_and_an_early_optimizer_trains(
-    two_ranks: Ranks,
-) -> None:
-    """Lightning's ModelParallelStrategy trains nothing, silently, with an optimizer made early."""
-    two_ranks.run(_odd_module_trains)
-
-
 class _CountReductions(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.context = trainer.strategy.engine.record_collectives()
@@ -116,9 +109,11 @@ def _counts_reductions() -> None:
     assert accumulated > 0
 
 
-def test_accumulation_reduces_once_per_step(two_ranks: Ranks) -> None:
-    """Lightning's ModelParallelStrategy reduces in every micro-batch."""
-    two_ranks.run(_counts_reductions)
+class TestAccumulation:
+    """ModelParallelStrategy reduces in every micro-batch: 16 times for 4 x 2 instead of 4."""
+
+    def test_accumulation_reduces_once_per_step(self, two_ranks: Ranks) -> None:
+        two_ranks.run(_counts_reductions)
 
 
 class _Foreign(LanguageModule):
@@ -138,8 +133,17 @@ def _refuses_optimizers() -> None:
         make_trainer().fit(_LBFGS(), token_loader())
 
 
-def test_optimizers_that_could_not_train_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_refuses_optimizers)
+class TestOptimizersMadeBeforeSharding:
+    """ModelParallelStrategy trains nothing with them, in silence."""
+
+    def test_frozen_and_unused_parameters_stay_and_an_early_optimizer_trains(
+        self,
+        two_ranks: Ranks,
+    ) -> None:
+        two_ranks.run(_odd_module_trains)
+
+    def test_optimizers_that_could_not_train_are_refused(self, two_ranks: Ranks) -> None:
+        two_ranks.run(_refuses_optimizers)
 
 
 class _Seen(Callback):
@@ -156,12 +160,15 @@ def _seen_rows() -> torch.Tensor:
     return torch.cat(seen.rows)
 
 
-def test_ranks_see_disjoint_data(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(_seen_rows)
-    everything = {tuple(row.tolist()) for row in token_loader(8).dataset.tensors[0]}
-    rows = [{tuple(row.tolist()) for row in seen} for seen in (first, second)]
-    assert rows[0].isdisjoint(rows[1])
-    assert rows[0] | rows[1] == everything
+class TestDefaultMesh:
+    """ModelParallelStrategy's default sizes give every rank of a node the same data."""
+
+    def test_ranks_see_disjoint_data(self, two_ranks: Ranks) -> None:
+        first, second = two_ranks.run(_seen_rows)
+        everything = {tuple(row.tolist()) for row in token_loader(8).dataset.tensors[0]}
+        rows = [{tuple(row.tolist()) for row in seen} for seen in (first, second)]
+        assert rows[0].isdisjoint(rows[1])
+        assert rows[0] | rows[1] == everything
 
 
 class _Rates(LearningRateMonitor):

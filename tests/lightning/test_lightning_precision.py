@@ -40,28 +40,6 @@ def _compare(precision: str, rtol: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("precision", "rtol", "runtime", "update"),
-    [
-        ("32-true", 1e-5, "torch.float32", "torch.float32"),
-        ("64-true", 1e-12, "torch.float64", "torch.float64"),
-        ("bf16-mixed", 0.03, "torch.bfloat16", "torch.float32"),
-        ("bf16-true", 0.05, "torch.bfloat16", "torch.bfloat16"),
-        ("16-true", 0.02, "torch.float16", "torch.float16"),
-    ],
-)
-def test_precision_trains_like_ddp(
-    two_ranks: Ranks, precision: str, rtol: float, runtime: str, update: str
-) -> None:
-    for dtypes in two_ranks.run(_compare, precision, rtol):
-        norms = {name for name in dtypes["runtime"] if "norm" in name}
-        is_mixed = precision.endswith("-mixed")
-        for name, dtype in dtypes["runtime"].items():
-            # Normalisation stays fp32 where autocast would run it in fp32.
-            assert dtype == ("torch.float32" if is_mixed and name in norms else runtime), name
-        assert set(dtypes["update"].values()) == {update}
-
-
 class _Overflows(LanguageModule):
     """In its third step, one element of one parameter's gradient overflows, on rank 1 only."""
 
@@ -81,25 +59,48 @@ def _fit_with_scaler(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor
     return module.losses, weights_of(trainer), scale, type(trainer.precision_plugin.scaler)
 
 
-def test_all_ranks_skip_the_step_in_which_one_rank_overflows(two_ranks: Ranks) -> None:
-    ddp = two_ranks.run(_fit_with_scaler, "ddp")
-    ours = two_ranks.run(_fit_with_scaler, "sshsdp")
-    for (losses, weights, scale, kind), (expected, reference, wanted_scale, _) in zip(
-        ours, ddp, strict=True
-    ):
-        assert kind is GlobalGradScaler
-        assert scale == wanted_scale
-        assert all(torch.isfinite(value).all() for value in weights.values())
-        assert_close(losses, expected, rtol=0.02, atol=0)
-        assert_close(weights, reference, rtol=0.05, atol=0.01)
-    assert_same_weights(ours[0][1], ours[1][1], rtol=0)
+class TestPrecisions:
+    """ModelParallelStrategy refuses 16-mixed and 64-true."""
 
+    @pytest.mark.parametrize(
+        ("precision", "rtol", "runtime", "update"),
+        [
+            ("32-true", 1e-5, "torch.float32", "torch.float32"),
+            ("64-true", 1e-12, "torch.float64", "torch.float64"),
+            ("bf16-mixed", 0.03, "torch.bfloat16", "torch.float32"),
+            ("bf16-true", 0.05, "torch.bfloat16", "torch.bfloat16"),
+            ("16-true", 0.02, "torch.float16", "torch.float16"),
+        ],
+    )
+    def test_precision_trains_like_ddp(
+        self, two_ranks: Ranks, precision: str, rtol: float, runtime: str, update: str
+    ) -> None:
+        for dtypes in two_ranks.run(_compare, precision, rtol):
+            norms = {name for name in dtypes["runtime"] if "norm" in name}
+            is_mixed = precision.endswith("-mixed")
+            for name, dtype in dtypes["runtime"].items():
+                # Normalisation stays fp32 where autocast would run it in fp32.
+                assert dtype == ("torch.float32" if is_mixed and name in norms else runtime), name
+            assert set(dtypes["update"].values()) == {update}
 
-def test_precisions_of_other_strategies_are_refused() -> None:
-    with pytest.raises(ValueError, match="16-mixed"):
-        make_trainer("sshsdp", plugins=FSDPPrecision("bf16-mixed"))
-    with pytest.raises(ValueError, match="choose one of 32-true"):
-        lightning_sshsdp.SSHSDPStrategy(precision_plugin=FSDPPrecision("32-true"))
+    def test_all_ranks_skip_the_step_in_which_one_rank_overflows(self, two_ranks: Ranks) -> None:
+        ddp = two_ranks.run(_fit_with_scaler, "ddp")
+        ours = two_ranks.run(_fit_with_scaler, "sshsdp")
+        for (losses, weights, scale, kind), (expected, reference, wanted_scale, _) in zip(
+            ours, ddp, strict=True
+        ):
+            assert kind is GlobalGradScaler
+            assert scale == wanted_scale
+            assert all(torch.isfinite(value).all() for value in weights.values())
+            assert_close(losses, expected, rtol=0.02, atol=0)
+            assert_close(weights, reference, rtol=0.05, atol=0.01)
+        assert_same_weights(ours[0][1], ours[1][1], rtol=0)
+
+    def test_precisions_of_other_strategies_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="16-mixed"):
+            make_trainer("sshsdp", plugins=FSDPPrecision("bf16-mixed"))
+        with pytest.raises(ValueError, match="choose one of 32-true"):
+            lightning_sshsdp.SSHSDPStrategy(precision_plugin=FSDPPrecision("32-true"))
 
 
 def _policies_win() -> None:
