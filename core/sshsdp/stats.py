@@ -42,6 +42,20 @@ class Stats:
             if axis is None or kind.startswith(f"{axis}/")
         )
 
+    def plus(self, other: Stats) -> Stats:
+        """Counters of two stretches as one: sums, and the higher peaks."""
+        total = dataclasses.replace(self, wire=WireBytes())
+        for wire in (self.wire, other.wire):
+            for kind, calls in wire.calls.items():
+                total.wire.calls[kind] = total.wire.calls.get(kind, 0) + calls
+                total.wire.nbytes[kind] = total.wire.nbytes.get(kind, 0) + wire.nbytes[kind]
+        for item in dataclasses.fields(self):
+            if item.name != "wire":
+                values = getattr(self, item.name), getattr(other, item.name)
+                merge = max if item.name.startswith("peak_") else sum
+                setattr(total, item.name, merge(values))
+        return total
+
     def roll(self) -> Stats:
         """Return a copy and start counting anew."""
         finished = dataclasses.replace(

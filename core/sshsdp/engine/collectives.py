@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class CollectiveRecord:
     """One issued collective, for tests and reports.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"scatter"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ...
         axis: Mesh axis.
         label: What was moved, usually a unit name.
         nbytes: Bytes of the whole (unsharded) buffer.
@@ -109,6 +109,7 @@ class Collectives:
         self._point_to_point = (
             device.type == "cpu" and "gloo" in str(dist.get_backend(group)) and not native
         )
+        self._is_on_cpu = device.type == "cpu"
         # gloo has no group of all-gathers of different dtypes.
         self._coalesces = device.type == "cuda"
 
@@ -192,6 +193,45 @@ class Collectives:
             return Pending([], finish)
         return Pending([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)], finish)
 
+    def all_to_all(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        label: str,
+        nbytes: int,
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Send ``outgoing[r]`` to every rank r and receive ``incoming[r]`` from it.
+
+        The tensors are contiguous and may differ in size; an empty one is not sent. What a rank has
+        for itself stays where it is.
+
+        Args:
+            outgoing: One tensor for each rank; must not be written before the result is there.
+            incoming: One tensor for each rank.
+            label: What is moved.
+            nbytes: Size of the whole, to be recorded.
+            finish: Called once everything is there.
+        """
+        received = [incoming[peer] for peer in self._peers]
+        self._record("all_to_all", label, nbytes, sum(tensor.nbytes for tensor in received))
+        if self.size == 1:
+            return Pending([], finish)
+        if not self._is_on_cpu:
+            # A rank's own part is sent too: an empty one costs nothing.
+            mine = outgoing[self.rank].new_empty(0)
+            sent = [mine if r == self.rank else tensor for r, tensor in enumerate(outgoing)]
+            into = [mine if r == self.rank else tensor for r, tensor in enumerate(incoming)]
+            work: Any = dist.all_to_all(into, sent, group=self.group, async_op=True)
+            return Pending([work], finish)
+        operations = [
+            dist.P2POp(direction, tensor, group=self.group, group_peer=peer)
+            for peer in self._peers
+            for direction, tensor in ((dist.isend, outgoing[peer]), (dist.irecv, incoming[peer]))
+            if tensor.numel()
+        ]
+        return Pending(dist.batch_isend_irecv(operations) if operations else [], finish)
+
     def scatter(self, shard: torch.Tensor, source: torch.Tensor | None, label: str) -> None:
         """Give every rank its slot of rank 0's ``source`` (1-D; None on the other ranks)."""
         self._count("scatter", label, shard, shard.nbytes if self.rank else 0)
@@ -222,6 +262,9 @@ class Collectives:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _count(self, kind: str, label: str, whole: torch.Tensor, received: int) -> None:
+        self._record(kind, label, whole.nbytes, received)
+
+    def _record(self, kind: str, label: str, nbytes: int, received: int) -> None:
         self.wire.add(f"{self.axis}/{kind}", received)
         if self.recording is not None:
-            self.recording.append(CollectiveRecord(kind, self.axis, label, whole.nbytes))
+            self.recording.append(CollectiveRecord(kind, self.axis, label, nbytes))

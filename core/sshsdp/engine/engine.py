@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from sshsdp.engine.arrangement import Arrangement, plan_arrangement
+from sshsdp.engine.exchange import MatrixExchange
 from sshsdp.engine.gradient_operations import GradientOperations
 from sshsdp.engine.gradients import install_rules, remove_rules
 from sshsdp.engine.hooks import ModuleHooks
 from sshsdp.engine.orders import Orders
+from sshsdp.engine.owned_space import OwnedSpace
 from sshsdp.engine.packing import fuse_linears
 from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
@@ -22,6 +25,7 @@ from sshsdp.layout.cuts import blocks
 from sshsdp.layout.layout import Layout, UnitLayout
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
 from sshsdp.optim.blocks import block_size_for
+from sshsdp.optim.matrices import matrices_for, whole_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,6 +94,8 @@ class Engine(GradientOperations):
         self._last_stats = stats
         self._bindings: list[OptimizerBinding] = []
         self._knows_missing = False
+        self._exchange: MatrixExchange | None = None
+        self._has_stepped = False
         self.is_closed = False
         self._schedule = Schedule(
             units,
@@ -204,12 +210,13 @@ class Engine(GradientOperations):
     def record_collectives(self) -> Iterator[list[CollectiveRecord]]:
         """Collect every collective that this rank issues inside the context, in order."""
         records: list[CollectiveRecord] = []
-        for collectives in self.topology.all():
+        everything = [*self.topology.all(), *(self._exchange.all() if self._exchange else ())]
+        for collectives in everything:
             collectives.recording = records
         try:
             yield records
         finally:
-            for collectives in self.topology.all():
+            for collectives in everything:
                 collectives.recording = None
 
     # Optimizers and gradients
@@ -217,10 +224,10 @@ class Engine(GradientOperations):
     def attach(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Any:
         """Point an optimizer (or several) at the update parameters, in place.
 
-        Param groups keep their settings and their order; their ``params`` become flat local
-        tensors, one for each unit and group. After each ``step`` the new values are published to
-        the runtime shards. Collective when the param groups ask for another order of the
-        parameters.
+        Param groups keep their settings and their order; their ``params`` become local tensors:
+        flat ones, one for each unit and group, or, for optimizers that must see whole matrices, the
+        matrices that this rank owns. After each ``step`` the new values are published to the
+        runtime shards. Collective, as is each ``step`` of an optimizer on whole matrices.
 
         Args:
             optimizer: Built from the model's parameters, before or after `sshsdp.shard`.
@@ -230,16 +237,19 @@ class Engine(GradientOperations):
 
         Raises:
             ValueError: A group holds a tensor that is no parameter of the model, a parameter
-                belongs to an attached optimizer already, or the class is not known to work on flat
-                pieces.
+                belongs to an attached optimizer already, or the class cannot work on a sharded
+                model.
+            RuntimeError: Parameters of an optimizer that was stepped would have to move.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         error: Exception | None = None
         groups: list[list[list[ParameterSlot]]] = []
+        arrangement = Arrangement()
         try:
             self._watch.check()
             groups = [check_groups(one, self.slots) for one in optimizers]
             self._check_unbound(groups)
+            arrangement = self._plan_arrangement(optimizers, groups)
         except Exception as caught:
             error = caught
         self._agree(
@@ -252,7 +262,7 @@ class Engine(GradientOperations):
             "engine.attach()",
         )
         self._respect_blocks(optimizers, groups)
-        self._make_groups_contiguous([group for its_groups in groups for group in its_groups])
+        self._arrange(arrangement, [group for its_groups in groups for group in its_groups])
         for one, its_groups in zip(optimizers, groups, strict=True):
             binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
             self._bindings.append(binding)
@@ -322,6 +332,31 @@ class Engine(GradientOperations):
                     )
                 slot.block, slot.cuts = block, blocks(block)
 
+    def _plan_arrangement(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        groups: Sequence[Sequence[Sequence[ParameterSlot]]],
+    ) -> Arrangement:
+        wishes: dict[ParameterSlot, tuple[OptimizationUnit, ...] | None] = {}
+        for one, its_groups in zip(optimizers, groups, strict=True):
+            units_of = matrices_for(one)
+            for slot in [slot for group in its_groups for slot in group if slot.space.trainable]:
+                wishes[slot] = None if units_of is None else units_of(slot)
+        arrangement = plan_arrangement(self.units, wishes, whole_matrix)
+        for binding in self._bindings:
+            binding.check_may_move(arrangement.moved_spaces)
+        return arrangement
+
+    def _arrange(self, arrangement: Arrangement, groups: list[list[ParameterSlot]]) -> None:
+        if arrangement.needs_owners and self._exchange is None:
+            self._exchange = MatrixExchange(self.topology)
+        arrangement.carry_out(self.topology, self._exchange)
+        bound = [group for binding in self._bindings for group in binding.groups]
+        self._make_groups_contiguous([*bound, *groups])
+        if arrangement.pools:
+            for binding in self._bindings:
+                binding.rebind()
+
     def _make_groups_contiguous(self, groups: list[list[ParameterSlot]]) -> None:
         label = {slot: index for index, group in enumerate(groups) for slot in group}
         for space in self.spaces:
@@ -329,7 +364,9 @@ class Engine(GradientOperations):
             keys = [(label.get(slot, len(groups)), slot.block) for slot in space.slots]
             num_runs = 1 + sum(a != b for a, b in pairwise(keys))
             is_blocked = any(slot.block > 1 for slot in space.slots)
-            is_settled = num_runs == len(set(keys)) and not is_blocked
+            is_settled = isinstance(space, OwnedSpace) or (
+                num_runs == len(set(keys)) and not is_blocked
+            )
             if not space.trainable or space.update_tensors or is_settled:
                 continue
             rank = {key: index for index, key in enumerate(sorted(set(keys)))}
@@ -361,6 +398,8 @@ class Engine(GradientOperations):
         Args:
             set_to_none: Kept for ``nn.Module.zero_grad``'s signature; gradients are always dropped.
         """
+        if self._exchange is not None:
+            self._exchange.abandon_gradients()
         for space in self.spaces:
             space.drop_gradients()
 
@@ -388,14 +427,25 @@ class Engine(GradientOperations):
                 ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else ""),
             )
 
-    def _on_step(self) -> None:
+    def _on_step(self, binding: OptimizerBinding) -> None:
         self._schedule.free_all()
-        for space in self.spaces:
-            space.publish()
-        self._last_stats = self._stats.roll()
+        spaces = binding.spaces
+        for space in spaces:
+            if not isinstance(space, OwnedSpace):
+                space.publish()
+        owned = [space for space in spaces if isinstance(space, OwnedSpace)]
+        if owned and self._exchange is not None:
+            self._exchange.publish(owned)
+        finished = self._stats.roll()
+        # The steps of several optimizers after one backward are one step.
+        self._last_stats = self._last_stats.plus(finished) if self._has_stepped else finished
+        self._has_stepped = True
 
     def _on_reduced(self) -> None:
         """Agree on the parameters that no rank used, and let the optimizers skip them."""
+        self._has_stepped = False
+        if self._exchange is not None:
+            self._exchange.finish_gradients()
         self.topology.synchronize_offload()
         slots = [slot for slot in self.slots if slot.space.trainable]
         if not slots:

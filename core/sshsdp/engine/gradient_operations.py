@@ -108,15 +108,21 @@ class GradientOperations(Checkpointing):
             raise KeyError(f"engine.gradient(): the model has no parameter {name!r}")
         space = slot.space
         updates = [update for update in space.update_tensors if slot in update.slots]
-        if not updates:
+        bound = [slot for b in self._bindings for group in b.groups for slot in group]
+        if not space.trainable or slot not in bound:
             reason = "in no attached optimizer" if space.trainable else "frozen"
             raise ValueError(f"engine.gradient(): parameter {name!r} is {reason}")
-        if updates[0].grad is None:
+        has_gradient = torch.tensor(
+            any(update.grad is not None for update in updates), device=self.topology.device
+        ).float()
+        # Its owner alone has the gradient of a whole matrix.
+        self.topology.world.all_reduce(has_gradient, name, dist.ReduceOp.MAX).wait()
+        if not has_gradient:
             return None
         flat = torch.zeros_like(space.update_shard)
         for update in updates:
             if update.grad is not None:
-                flat[update.start : update.stop] = update.grad
+                flat[update.start : update.stop] = update.grad.reshape(-1)
         return space.view_of(slot, space.collect(flat)).clone()
 
     def _norm(

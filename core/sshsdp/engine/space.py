@@ -12,7 +12,7 @@ runtime shard after construction; loading writes the update shard and publishes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from sshsdp.engine.slots import PackSlot
 from sshsdp.layout.planner import RegionRequest, plan_address_space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from sshsdp.engine.collectives import GatherPart, Pending
     from sshsdp.engine.runtime_side import Reads, RuntimeSide
@@ -81,7 +81,7 @@ class UpdateTensor:
     """The part of an update shard that one optimizer tensor covers.
 
     Attributes:
-        tensor: 1-D leaf, a view of the update shard.
+        tensor: A leaf, a view of the update shard: 1-D, or a whole matrix.
         start: Where it begins inside the update shard.
         slots: The parameters of which it (or its counterpart on another rank) holds elements.
     """
@@ -125,9 +125,12 @@ class ShardedSpace:
         reduce_dtype: torch.dtype,
         topology: Topology,
         stats: Stats,
-        packs: Sequence[Sequence[ParameterSlot]] = (),
+        packs: Sequence[Sequence[ParameterSlot] | PackSlot] = (),
     ) -> None:
-        """Allocate the shards; `scatter` fills them."""
+        """Allocate the shards; `scatter` fills them.
+
+        Packs of another space move here, those that are only named are made.
+        """
         self.unit_name = unit_name
         self.trainable = trainable
         self.space_format = space_format
@@ -140,7 +143,9 @@ class ShardedSpace:
         self._reducing: Pending | None = None
         self._replicating: Pending | None = None
         self._shown: torch.Tensor | None = None
-        self.packs = [PackSlot(members, self) for members in packs]
+        self.packs = [
+            pack if isinstance(pack, PackSlot) else PackSlot(pack, self) for pack in packs
+        ]
         self.place(layout, slots)
 
     def place(self, layout: AddressSpace, slots: Sequence[ParameterSlot]) -> None:
@@ -149,31 +154,78 @@ class ShardedSpace:
         self.slots = [*sorted(slots, key=lambda slot: layout.by_name[slot.name].start)]
         runtime = self.runtime = self.space_format.make(layout, self.topology)
         self.update_start = runtime.slice_start
-        shared = self._shared_slice()
-        if shared is None:
-            numel = runtime.slice_stop - runtime.slice_start
-            shared = self._host_or_device_buffer(numel, self.update_dtype)
-        self.update_shard = shared
+        self.update_shard = self._make_update_shard()
         self._gradient: FlatBuffer | None = None
         for slot in self.slots:
             slot.space, slot.region = self, layout.by_name[slot.name]
             slot.adopt(runtime.view(slot.region.start, slot.region.shape, slot.region.stride))
         for pack in self.packs:
+            pack.space = self
             region = pack.place
             pack.adopt(runtime.view(region.start, region.shape, region.stride))
         runtime.free()
 
-    def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
-        """A layout in which parameters with a lower ``order`` come first, as far as packs allow."""
-        packs = [pack.members for pack in self.packs]
+    def _make_update_shard(self) -> torch.Tensor:
+        shared = self._shared_slice()
+        if shared is not None:
+            return shared
+        numel = self.runtime.slice_stop - self.runtime.slice_start
+        return self._host_or_device_buffer(numel, self.update_dtype)
+
+    def sibling(
+        self,
+        slots: Sequence[ParameterSlot],
+        packs: Sequence[PackSlot],
+        order: Mapping[ParameterSlot, int],
+    ) -> ShardedSpace:
+        """A space of the same unit and formats for some of its parameters, its values not set.
+
+        Args:
+            slots: The parameters. They live there from now on.
+            packs: Packs of theirs.
+            order: Parameters with a lower value come first, as far as packs allow.
+        """
+        return ShardedSpace(
+            self._plan(slots, packs, order, self.topology), slots, packs=packs, **self._settings
+        )
+
+    @property
+    def format_key(self) -> tuple[object, ...]:
+        """Equal for spaces whose parameters could share one."""
+        others = ("topology", "stats")
+        return tuple(value for key, value in self._settings.items() if key not in others)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "unit_name": self.unit_name,
+            "trainable": self.trainable,
+            "space_format": self.space_format,
+            "update_dtype": self.update_dtype,
+            "reduce_dtype": self.reduce_dtype,
+            "topology": self.topology,
+            "stats": self.stats,
+        }
+
+    def _plan(
+        self,
+        slots: Sequence[ParameterSlot],
+        packs: Sequence[PackSlot],
+        order: Mapping[ParameterSlot, int],
+        topology: Topology,
+    ) -> AddressSpace:
         return plan_space(
-            self.slots,
-            packs,
+            slots,
+            [pack.members for pack in packs],
             order,
             self.space_format,
-            num_shards=self.topology.num_shards,
-            num_update_slices=self.topology.num_update_slices,
+            num_shards=topology.num_shards,
+            num_update_slices=topology.num_update_slices,
         )
+
+    def rearranged(self, order: Mapping[ParameterSlot, int]) -> AddressSpace:
+        """A layout in which parameters with a lower ``order`` come first, as far as packs allow."""
+        return self._plan(self.slots, self.packs, order, self.topology)
 
     @property
     def is_shared(self) -> bool:
@@ -344,12 +396,17 @@ class ShardedSpace:
 
     # Gradient side
 
+    def pieces_of(self, update: UpdateTensor) -> Iterable[Piece]:
+        """The pieces of parameters in one update tensor, their offsets counted in it."""
+        start = self.update_range[0] + update.start
+        return self.layout.pieces(start, start + update.tensor.numel())
+
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
         """The averaged gradient of one of this rank's pieces."""
         for update in self.update_tensors:
             if update.start <= piece.offset < update.stop and update.grad is not None:
                 start = piece.offset - update.start
-                return update.grad[start : start + piece.numel]
+                return update.grad.reshape(-1)[start : start + piece.numel]
         return None
 
     def drop_gradients(self) -> None:

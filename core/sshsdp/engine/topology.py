@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sshsdp.engine.collectives import Collectives
 
 if TYPE_CHECKING:
+    from sshsdp.engine.collectives import WireBytes
     from sshsdp.policies import UpdatePolicy
     from sshsdp.stats import Stats
 
@@ -67,6 +68,20 @@ def _default_device_type() -> str:
     return "cpu" if accelerator is None or backend in ("gloo", "mpi") else accelerator.type
 
 
+def _collectives(
+    mesh: DeviceMesh, axis: str, device: torch.device, wire: WireBytes
+) -> Collectives:
+    ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
+    ranks_per_group = {SHARD: ranks, REPLICATE: ranks.T, "world": ranks.reshape(1, -1)}[axis]
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(device).options._timeout
+    make: Any = dist.new_subgroups_by_enumeration
+    group, _ = make(ranks_per_group.tolist(), timeout=timeout)
+    assert group is not None
+    return Collectives(group, axis, device, wire)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Where this rank sits and how it talks.
@@ -100,32 +115,24 @@ class Topology:
         update: UpdatePolicy,
     ) -> Topology:
         """Make the process groups. Collective: every rank of the default group must call it."""
-        ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
-        shard_rows = [row.tolist() for row in ranks]
-        replicate_columns = [column.tolist() for column in ranks.T]
-        everyone = [ranks.flatten().tolist()]
-
-        world = dist.group.WORLD
-        assert world is not None
-        timeout = world._get_backend(device).options._timeout
-
-        def collectives(axis: str, ranks_per_group: list[list[int]]) -> Collectives:
-            make: Any = dist.new_subgroups_by_enumeration
-            group, _ = make(ranks_per_group, timeout=timeout)
-            assert group is not None
-            return Collectives(group, axis, device, stats.wire)
+        def collectives(axis: str) -> Collectives:
+            return _collectives(mesh, axis, device, stats.wire)
 
         return cls(
             mesh=mesh,
-            gather=collectives(SHARD, shard_rows),
-            reduce=collectives(SHARD, shard_rows),
-            replicate=collectives(REPLICATE, replicate_columns),
-            world=collectives("world", everyone),
+            gather=collectives(SHARD),
+            reduce=collectives(SHARD),
+            replicate=collectives(REPLICATE),
+            world=collectives("world"),
             device=device,
             # "cpu" and "cpu:0" are unequal.
             update_device=device if update.device in (None, device.type) else torch.device("cpu"),
             update_sharding=update.sharding,
         )
+
+    def more_collectives(self, axis: str) -> Collectives:
+        """Collectives over an axis, over process groups of their own. Collective."""
+        return _collectives(self.mesh, axis, self.device, self.gather.wire)
 
     @property
     def is_offloaded(self) -> bool:

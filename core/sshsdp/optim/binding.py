@@ -1,8 +1,9 @@
 """Pointing an optimizer at update parameters, and keeping both sides in step.
 
 `OptimizerBinding` replaces the model's parameters in the optimizer's param groups, in place, by
-flat update parameters: for each address space, one 1-D tensor per param group. Settings, schedulers
-and wrappers that hold the optimizer or its groups stay valid.
+update parameters: for each address space one flat 1-D tensor per param group, or, in an
+`OwnedSpace`, the matrices that this rank owns (maybe none). Settings, schedulers and wrappers that
+hold the optimizer or its groups stay valid.
 
 Note: parameters without a gradient. An update parameter covers many parameters. As long as all of
 them get gradients together, that is what the optimizer steps. The first time that no rank used one
@@ -12,11 +13,13 @@ has ``grad=None`` and is left alone, weight decay and step count included, as in
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sshsdp.engine.owned_space import OwnedSpace, OwnedTensor
 from sshsdp.engine.parameter import ShardedParameter, slot_of
 from sshsdp.engine.space import UpdateTensor
 from sshsdp.optim.blocks import decide_by_parameter
@@ -88,14 +91,12 @@ class OptimizerBinding:
         optimizer: torch.optim.Optimizer,
         groups: list[list[ParameterSlot]],
         before_step: Callable[[OptimizerBinding], None],
-        on_step: Callable[[], None],
+        on_step: Callable[[OptimizerBinding], None],
     ) -> None:
         """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
         self.optimizer = optimizer
         self.groups = groups
         decide_by_parameter(optimizer, self._is_quantized)
-        trainable = [slot for group in groups for slot in group if slot.space.trainable]
-        self.spaces: list[ShardedSpace] = list(dict.fromkeys(slot.space for slot in trainable))
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         for group, slots in zip(optimizer.param_groups, groups, strict=True):
@@ -105,11 +106,42 @@ class OptimizerBinding:
             group["params"] = [update.tensor for update in bound]
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: before_step(self)),
-            optimizer.register_step_post_hook(lambda *_: on_step()),
+            optimizer.register_step_post_hook(lambda *_: on_step(self)),
         ]
 
     def _is_quantized(self, tensor: torch.Tensor) -> bool:
         return any(u.tensor is tensor and u.slots[0].block > 1 for _, u in self.updates())
+
+    @property
+    def spaces(self) -> list[ShardedSpace]:
+        """The spaces of its trainable parameters."""
+        trainable = [slot for group in self.groups for slot in group if slot.space.trainable]
+        return list(dict.fromkeys(slot.space for slot in trainable))
+
+    def check_may_move(self, spaces: Sequence[ShardedSpace]) -> None:
+        """Refuse to move parameters that were stepped or have gradients.
+
+        Raises:
+            RuntimeError: Some parameter of ``spaces`` has optimizer state or a gradient.
+        """
+        for update in [update for space in spaces for update in self.updates_of(space)]:
+            if self.optimizer.state.get(update.tensor) or update.grad is not None:
+                raise RuntimeError(
+                    "engine.attach(): this optimizer needs whole matrices, and the parameters "
+                    f"around {update.slots[0].name!r} belong to an attached "
+                    f"{type(self.optimizer).__name__} that has state or gradients already: attach "
+                    "all optimizers in one call, engine.attach([...]), or before the first backward"
+                )
+
+    def rebind(self) -> None:
+        """Point the groups at the update tensors of spaces that were made anew."""
+        for group, slots in zip(self.optimizer.param_groups, self.groups, strict=True):
+            members = set(slots)
+            bound = []
+            for space in self.spaces:
+                there = [update for update in space.update_tensors if update.slots[0] in members]
+                bound += there or _bind(space, slots)
+            group["params"] = [update.tensor for update in bound]
 
     def updates(self) -> Iterator[tuple[int, UpdateTensor]]:
         """``(group index, update tensor)`` in the optimizer's order."""
@@ -215,8 +247,11 @@ def _runs(
 
 def _bind(space: ShardedSpace, group: list[ParameterSlot]) -> list[UpdateTensor]:
     members = set(group)
-    runs = _runs(space.slots, lambda slot: (slot in members, slot.block))
-    bound = [_make_update(space, run) for run in runs if run[0] in members]
+    if isinstance(space, OwnedSpace):
+        bound = space.make_update_tensors(members)
+    else:
+        runs = _runs(space.slots, lambda slot: (slot in members, slot.block))
+        bound = [_make_update(space, run) for run in runs if run[0] in members]
     space.update_tensors += bound
     space.update_tensors.sort(key=lambda update: update.start)
     return bound
@@ -270,6 +305,9 @@ def _carry_state_over(
             "before its "
             f"first step (parameters {[slot.name for slot in update.slots]})"
         )
+    if isinstance(update, OwnedTensor):
+        optimizer.state[update.tensor].update(_owned_state(update, states[0]))
+        return
     space = update.slots[0].space
     low = space.update_range[0] + update.start
     for key, first in states[0].items():
@@ -285,3 +323,14 @@ def _carry_state_over(
                 part = values[begin - slot.region.start : end - slot.region.start]
                 flat[begin - low : end - low] = part
         optimizer.state[update.tensor][key] = flat
+
+
+def _owned_state(update: OwnedTensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a whole parameter's state that belongs to one of its matrices."""
+    shape = update.matrix.slot.shape
+    return {
+        key: update.matrix.unit.of(value).clone().contiguous()
+        if isinstance(value, torch.Tensor) and value.shape == shape
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }

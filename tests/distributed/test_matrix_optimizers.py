@@ -1,0 +1,51 @@
+"""Optimizers that see whole matrices: the same weights as in one process, on every mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.compare import worst_weight
+from tests.support.matrices import Case, train_plain, train_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MESHES = [(1, 4), (2, 2)]
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices inside of the model, AdamW on the rest."""
+    hidden = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and not any(part in name for part in ("embed", "position", "head"))
+    ]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+    return [
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.1),
+    ]
+
+
+def check(workers: Callable[[int], Any], case: Case, tolerance: float = 1e-5) -> None:
+    actual, norms = workers(case.size).run(train_sharded, case)[0]
+    expected, expected_norms = train_plain(case)
+    for state_dict in (actual, expected):
+        for name in [n for n in state_dict if "running_" in n or "num_" in n]:
+            del state_dict[name]
+    error, name = worst_weight(actual, expected)
+    assert error <= tolerance, f"{name} differs by {error:.2e}"
+    if case.clip is not None:
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("subject", ["decoder", "convolutions", "experts"])
+def test_muon_beside_adamw_equals_one_process(
+    workers: Callable[[int], Any], subject: str, mesh: Any
+) -> None:
+    check(workers, Case(subject=subject, make=muon_and_adamw, mesh=mesh))
