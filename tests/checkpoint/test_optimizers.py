@@ -211,8 +211,8 @@ def load_into(folder: Path, case: str) -> str:
     step(model, optimizer, 0, 1)
     full = engine.full_optimizer_state_dict(optimizer)
     first = next(iter(optimizer.state.values()))
-    if case == "nested state":
-        first["history"] = {"a": 1}
+    if case == "odd state":
+        first["history"] = {"a"}
     elif case == "odd shape":
         first["odd"] = torch.zeros(2, 3)
     elif case == "nested setting":
@@ -255,7 +255,7 @@ def load_into(folder: Path, case: str) -> str:
             "the checkpoint has 1 param groups under 'optimizer', the optimizers given",
         ),
         ("fewer parameters", "other parameters in the checkpoint than in the optimizer: last.bias"),
-        ("nested state", "optimizer state 'history' of 'first.weight' is a dict"),
+        ("odd state", "optimizer state 'history' of 'first.weight' is a set"),
         ("odd shape", "optimizer state 'odd' of 'first.weight' has shape (2, 3), which is neither"),
         ("nested setting", "setting 'schedule' of a param group of AdamW is a dict"),
         ("whole, wrong shape", "optimizer state 'exp_avg' of 'scale' has shape (7,)"),

@@ -49,3 +49,49 @@ def test_muon_beside_adamw_equals_one_process(
     workers: Callable[[int], Any], subject: str, mesh: Any
 ) -> None:
     check(workers, Case(subject=subject, make=muon_and_adamw, mesh=mesh))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "accumulation under no_sync": {"micro_batches": 3},
+    "accumulation of reduced gradients": {"micro_batches": 2, "defers": False},
+    "clipping": {"clip": 0.3},
+    "replicated updates": {"sharding": "replicated"},
+    "all together": {"micro_batches": 2, "clip": 0.3, "sharding": "replicated"},
+}
+
+
+@pytest.mark.parametrize("mesh", [(1, 3), (2, 2), (4, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_muon_beside_adamw_equals_one_process_with(
+    workers: Callable[[int], Any], way: str, mesh: Any
+) -> None:
+    check(workers, Case(subject="decoder", make=muon_and_adamw, mesh=mesh, **WAYS[way]))
+
+
+class Normalised(torch.optim.Optimizer):
+    """Steps along each gradient's direction: a class that nobody knows, on whole tensors."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["calls"] = state.get("calls", 0) + 1
+                    parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-group["lr"])
+
+
+def unknown(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [Normalised(model.parameters(), lr=0.02)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("subject", ["decoder", "llama", "experts", "convolutions"])
+def test_an_unknown_optimizer_sees_every_parameter_whole(
+    workers: Callable[[int], Any], subject: str, mesh: Any
+) -> None:
+    packs = subject == "llama"
+    check(workers, Case(subject=subject, make=unknown, mesh=mesh, packs=packs))

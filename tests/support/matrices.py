@@ -1,13 +1,15 @@
 """Training with optimizers that see whole matrices, on a mesh and in one process.
 
-Newton-Schulz in bf16 turns a last bit into a visible difference. So `train_plain` sums the ranks'
-gradients as the mesh does: the ranks of a row in order, then the rows.
+Newton-Schulz in bf16 turns a last bit, as of a sum in another order, into a visible difference: so
+`iterating_in_fp32` is around all steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,24 @@ from tests.support.subject import Subject, by_name
 from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-__all__ = ["Case", "attach", "build", "step_of", "train_plain", "train_sharded"]
+__all__ = [
+    "Case",
+    "attach",
+    "build",
+    "iterating_in_fp32",
+    "step_of",
+    "train_plain",
+    "train_sharded",
+]
 
-MakeOptimizers = "Callable[[nn.Module], list[torch.optim.Optimizer]]"
+
+@contextlib.contextmanager
+def iterating_in_fp32() -> Iterator[None]:
+    """Have torch.optim.Muon, which casts to bfloat16, iterate in float32."""
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()):
+        yield
 
 
 class Experts(nn.Module):
@@ -65,9 +80,7 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 _SUBJECTS = by_name(
     [
         *SUBJECTS,
-        Subject(
-            "experts", MixtureOfExperts, lambda g, rank: torch.randn(6, 9, generator=g), _loss
-        ),
+        Subject("experts", MixtureOfExperts, lambda g, rank: torch.randn(6, 9, generator=g), _loss),
     ]
 )
 
@@ -147,8 +160,9 @@ def step_of(
         with engine.no_sync(defers):
             loss_of(case, model, step, micro, dist.get_rank()).backward()
     norm = None if case.clip is None else engine.clip_grad_norm_(case.clip).item()
-    for optimizer in optimizers:
-        optimizer.step()
+    with iterating_in_fp32():
+        for optimizer in optimizers:
+            optimizer.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
     return norm
@@ -184,8 +198,9 @@ def train_plain(case: Case) -> tuple[dict[str, torch.Tensor], list[float | None]
             parameter.grad = None if total is None else total / case.size
         norm = case.clip and nn.utils.clip_grad_norm_(parameters, case.clip).item()
         norms.append(norm)
-        for optimizer in optimizers:
-            optimizer.step()
+        with iterating_in_fp32():
+            for optimizer in optimizers:
+                optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, norms
 
 

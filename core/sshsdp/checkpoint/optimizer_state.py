@@ -13,6 +13,7 @@ other parameters is one, and so is ``step``.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sshsdp.checkpoint.model_state import chunked, empty, listed, top_level_names
+from sshsdp.checkpoint.nested import flatten, unflatten
+from sshsdp.engine.owned_space import OwnedTensor, is_owned
 from sshsdp.optim.blocks import dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
@@ -113,11 +116,18 @@ def optimizer_state(bindings: Sequence[OptimizerBinding]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for binding in bindings:
+        cut = _Cut()
         for _, update in binding.updates():
-            for key, value in binding.optimizer.state.get(update.tensor, {}).items():
-                part_of = _spread(update, key, dense(value))
+            for key, kept in flatten(binding.optimizer.state.get(update.tensor, {})).items():
+                value = dense(kept)
+                if isinstance(value, torch.Tensor) and value.shape == update.tensor.shape:
+                    cut.add(update, key, value)
+                    continue
+                whole = _whole_entry(update, key, value)
                 for slot in update.slots:
-                    state.setdefault(slot.name, {})[key] = part_of(slot)
+                    state.setdefault(slot.name, {})[key] = whole
+        for slot, key, tensor in cut.tensors():
+            state.setdefault(slot.name, {})[key] = tensor
         groups += _named_groups(binding)
     return {"state": state, "param_groups": groups}
 
@@ -137,34 +147,48 @@ def _named_groups(binding: OptimizerBinding) -> list[dict[str, Any]]:
     return named
 
 
-def _spread(update: UpdateTensor, key: str, value: Any) -> Callable[[ParameterSlot], Any]:
-    """A function from a slot to its part of one state entry."""
+def _whole_entry(update: UpdateTensor, key: str, value: Any) -> Any:
+    """A state entry that is not elementwise, as it is saved."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return lambda slot: value
+        return value
+    name = update.slots[0].name
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"optimizer state {key!r} of {update.slots[0].name!r} is a {type(value).__name__}: "
-            "only tensors, numbers, strings and None can be saved"
+            f"optimizer state {key!r} of {name!r} is a {type(value).__name__}: only tensors, "
+            "numbers, strings, None and containers of them can be saved"
         )
-    if value.shape == update.tensor.shape:
-        held: dict[str, list[tuple[Piece, torch.Tensor]]] = {slot.name: [] for slot in update.slots}
-        for piece, data in _pieces(update, value):
-            held[piece.name].append((piece, data))
-        return lambda slot: chunked(slot, value.dtype, held[slot.name])
     if value.numel() == 1:
-        return lambda slot: value.detach().reshape(()).clone()
+        return value.detach().reshape(()).clone()
+    if isinstance(update, OwnedTensor) and update.is_whole:
+        return value.detach()
     raise ValueError(
-        f"optimizer state {key!r} of {update.slots[0].name!r} has shape {tuple(value.shape)}, "
-        "which is neither a scalar nor the flat update parameter's "
-        f"{tuple(update.tensor.shape)}"
+        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, which is neither a "
+        f"scalar nor the update parameter's {tuple(update.tensor.shape)}"
     )
 
 
-def _pieces(update: UpdateTensor, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    space = update.slots[0].space
-    start = space.update_range[0] + update.start
-    for piece in space.layout.pieces(start, start + flat.numel()):
-        yield piece, flat[piece.offset : piece.offset + piece.numel]
+class _Cut:
+    """Elementwise state, which parameters share in pieces."""
+
+    def __init__(self) -> None:
+        self._dtypes: dict[tuple[ParameterSlot, str], torch.dtype] = {}
+        self._pieces: dict[tuple[ParameterSlot, str], list[tuple[Piece, torch.Tensor]]] = {}
+
+    def add(self, update: UpdateTensor, key: str, value: torch.Tensor) -> None:
+        """Note an entry that has the shape of its update tensor."""
+        by_name = {slot.name: slot for slot in update.slots}
+        for slot in update.slots:
+            self._dtypes[slot, key] = value.dtype
+            self._pieces.setdefault((slot, key), [])
+        flat = value.reshape(-1)
+        for piece in update.slots[0].space.pieces_of(update):
+            data = flat[piece.offset : piece.offset + piece.numel]
+            self._pieces[by_name[piece.name], key].append((piece, data))
+
+    def tensors(self) -> Iterator[tuple[ParameterSlot, str, torch.Tensor]]:
+        """What this rank has of each parameter's entries."""
+        for (slot, key), pieces in self._pieces.items():
+            yield slot, key, chunked(slot, self._dtypes[slot, key], pieces)
 
 
 # Loading
@@ -247,17 +271,21 @@ class SavedOptimizer:
 
     def _check_shapes(self) -> None:
         for slot, key, entry, is_cut in self._split():
-            if isinstance(entry, TensorStorageMetadata) and not is_cut and entry.size.numel() != 1:
+            if math.prod(_size(entry)) != 1 and not is_cut and not is_owned(slot):
                 raise ValueError(
                     f"engine.load(): optimizer state {key!r} of {slot.name!r} has shape "
-                    f"{tuple(entry.size)} in the checkpoint, the parameter's is {slot.shape}"
+                    f"{_size(entry)} in the checkpoint, the parameter's is {slot.shape}"
                 )
 
     def scalars(self) -> dict[str, Any]:
         """What to read first: the state that is not elementwise, and the param groups."""
         state: dict[str, dict[str, Any]] = {}
+        elsewhere = {slot for slot in self.state if is_owned(slot)} - {
+            slot for b in self.bindings for _, update in b.updates() for slot in update.slots
+        }
         for slot, key, entry, is_cut in self._split():
-            if not is_cut:
+            # What belongs to a whole matrix may be large.
+            if not is_cut and slot not in elsewhere:
                 state.setdefault(self.state[slot][0], {})[key] = empty(entry)
         groups = [{key: empty(entry) for key, entry in one.items()} for one in self.settings]
         return {"state": state, "param_groups": groups}
@@ -307,20 +335,23 @@ class SavedOptimizer:
 
         binding.separate(label)
         binding.optimizer.state.clear()
+        to_read = _Cut()
         for index, update in binding.updates():
             first = update.slots[0]
-            values = binding.optimizer.state[update.tensor] if first in self.state else {}
+            values: dict[str, Any] = {}
             for key in self.state[first][1] if first in self.state else ():
-                if (first, key) not in cut:
+                if (first, key) in cut:
+                    values[key] = torch.zeros_like(
+                        update.tensor, dtype=cut[first, key], requires_grad=False
+                    )
+                    to_read.add(update, key, values[key])
+                else:
                     group = binding.optimizer.param_groups[index]
                     values[key] = place_scalar(whole[first][key], key, update.tensor, group)
-                    continue
-                values[key] = torch.zeros_like(
-                    update.tensor, dtype=cut[first, key], requires_grad=False
-                )
-                part_of = _spread(update, key, values[key])
-                for slot in update.slots:
-                    room.setdefault(self.state[slot][0], {})[key] = part_of(slot)
+            if values:
+                binding.optimizer.state[update.tensor] = unflatten(values)
+        for slot, key, tensor in to_read.tensors():
+            room.setdefault(self.state[slot][0], {})[key] = tensor
 
 
 def _saved_settings(entries: Mapping[str, STORAGE_TYPES]) -> list[dict[str, STORAGE_TYPES]]:
@@ -360,6 +391,10 @@ def _saved_state(
             listed(unused),
         )
     return found
+
+
+def _size(entry: STORAGE_TYPES) -> Shape:
+    return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
 
 
 def _check_members(index: int, saved: Mapping[str, Any], slots: Sequence[ParameterSlot]) -> None:

@@ -18,7 +18,9 @@ from sshsdp.checkpoint.optimizer_state import (
     scalar_keys,
     take_settings,
 )
+from sshsdp.checkpoint.owned_state import gather_states, scatter_states
 from sshsdp.checkpoint.rendezvous import together
+from sshsdp.engine.owned_space import OwnedSpace, is_owned
 from sshsdp.engine.whole import IncompatibleKeys, WholeModel, take_extra_states
 from sshsdp.optim.blocks import quantize_again
 
@@ -220,6 +222,9 @@ class Checkpointing(WholeModel):
         is_target = self.topology.world.rank == 0
         state: dict[str, dict[str, Any]] = {}
         for space in binding.spaces:
+            if isinstance(space, OwnedSpace):
+                state.update(gather_states(binding, space, self.topology))
+                continue
             for key, source in binding.flat_state(space):
                 whole = space.collect(source)
                 for slot in space.slots if is_target else ():
@@ -278,6 +283,9 @@ class Checkpointing(WholeModel):
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 take_settings(group, values)
         self._fill(binding, outline, whole)
+        for space in binding.spaces:
+            if isinstance(space, OwnedSpace):
+                scatter_states(binding, space, self.topology, whole)
 
     def _fill(
         self,
@@ -288,7 +296,7 @@ class Checkpointing(WholeModel):
         binding.separate(lambda slot: exact(outline.get(slot.name, {})))
         optimizer = binding.optimizer
         optimizer.state.clear()
-        for space in binding.spaces:
+        for space in [space for space in binding.spaces if not isinstance(space, OwnedSpace)]:
             for key, dtype in _elementwise_keys(space, outline).items():
                 values = self._lay_out(space, key, dtype, whole)
                 mine = space.scatter_values(values, dtype)
@@ -333,8 +341,11 @@ def _by_name(binding: OptimizerBinding, state_dict: Mapping[str, Any]) -> dict[s
 def _outline(
     binding: OptimizerBinding, whole: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Scalars as they are; for elementwise tensors their dtype."""
-    shapes = {slot.name: slot.shape for group in binding.groups for slot in group}
+    """Scalars as they are; for elementwise tensors their dtype. Owned matrices are left out."""
+    shapes = {
+        slot.name: slot.shape for group in binding.groups for slot in group if not is_owned(slot)
+    }
+    whole = {name: values for name, values in whole.items() if name in shapes}
     sizes = [
         (shapes[name], key, tuple(value.shape))
         for name, values in whole.items()

@@ -19,13 +19,14 @@ from sshsdp.engine.hooks import ModuleHooks
 from sshsdp.engine.orders import Orders
 from sshsdp.engine.owned_space import OwnedSpace
 from sshsdp.engine.packing import fuse_linears
+from sshsdp.engine.row_binding import cuts_for_rows
 from sshsdp.engine.schedule import Schedule
 from sshsdp.engine.watch import ModelWatch
-from sshsdp.layout.cuts import blocks
+from sshsdp.layout.cuts import blocks, elements
 from sshsdp.layout.layout import Layout, UnitLayout
 from sshsdp.optim.binding import OptimizerBinding, check_groups, refuse_unattached_optimizers
 from sshsdp.optim.blocks import block_size_for
-from sshsdp.optim.matrices import matrices_for, whole_matrix
+from sshsdp.optim.matrices import granularity_for, matrices_for, whole_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.topology import Topology
     from sshsdp.engine.unit import Unit
     from sshsdp.layout.optimization_units import OptimizationUnit
+    from sshsdp.optim.granularity import Granularity
     from sshsdp.policies import RuntimePolicy, UpdatePolicy
     from sshsdp.stats import Stats
 
@@ -261,7 +263,7 @@ class Engine(GradientOperations):
             error,
             "engine.attach()",
         )
-        self._respect_blocks(optimizers, groups)
+        self._set_cuts(optimizers, groups)
         self._arrange(arrangement, [group for its_groups in groups for group in its_groups])
         for one, its_groups in zip(optimizers, groups, strict=True):
             binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
@@ -316,21 +318,34 @@ class Engine(GradientOperations):
                     )
                 bound.add(slot)
 
-    def _respect_blocks(
+    def _granularities(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterSlot]]
+    ) -> Iterator[tuple[ParameterSlot, Granularity]]:
+        num_ranks = self.topology.num_shards * self.topology.num_update_slices
+        for settings, group in zip(optimizer.param_groups, groups, strict=True):
+            for slot in group:
+                if slot.space.trainable:
+                    yield slot, granularity_for(optimizer, settings, slot, num_ranks)
+
+    def _set_cuts(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Sequence[Sequence[Sequence[ParameterSlot]]],
     ) -> None:
+        packed = {member for unit in self.units for pack in unit.packs for member in pack.members}
         for one, its_groups in zip(optimizers, groups, strict=True):
-            for slot in [slot for group in its_groups for slot in group if slot.space.trainable]:
-                block = block_size_for(one, slot.shape)
-                if block > 1 and slot.space.update_tensors:
+            for slot, granularity in self._granularities(one, its_groups):
+                block = block_size_for(one, slot.shape) if granularity == "block" else 1
+                cuts = blocks(block)
+                if granularity == "row":
+                    cuts = cuts_for_rows(slot, is_packed=slot in packed)
+                if cuts != elements() and slot.space.update_tensors:
                     raise ValueError(
                         f"parameter {slot.name!r} shares an address space with parameters of an "
-                        f"attached optimizer, and {type(one).__name__} needs its blocks aligned: "
-                        "attach all optimizers in one call, engine.attach([...])"
+                        f"attached optimizer, and {type(one).__name__} needs it cut between "
+                        f"{granularity}s: attach all optimizers in one call, engine.attach([...])"
                     )
-                slot.block, slot.cuts = block, blocks(block)
+                slot.granularity, slot.block, slot.cuts = granularity, block, cuts
 
     def _plan_arrangement(
         self,
@@ -339,9 +354,8 @@ class Engine(GradientOperations):
     ) -> Arrangement:
         wishes: dict[ParameterSlot, tuple[OptimizationUnit, ...] | None] = {}
         for one, its_groups in zip(optimizers, groups, strict=True):
-            units_of = matrices_for(one)
-            for slot in [slot for group in its_groups for slot in group if slot.space.trainable]:
-                wishes[slot] = None if units_of is None else units_of(slot)
+            for slot, granularity in self._granularities(one, its_groups):
+                wishes[slot] = matrices_for(one, slot) if granularity == "matrix" else None
         arrangement = plan_arrangement(self.units, wishes, whole_matrix)
         for binding in self._bindings:
             binding.check_may_move(arrangement.moved_spaces)
@@ -363,10 +377,8 @@ class Engine(GradientOperations):
             # What is quantized is apart from what is not.
             keys = [(label.get(slot, len(groups)), slot.block) for slot in space.slots]
             num_runs = 1 + sum(a != b for a, b in pairwise(keys))
-            is_blocked = any(slot.block > 1 for slot in space.slots)
-            is_settled = isinstance(space, OwnedSpace) or (
-                num_runs == len(set(keys)) and not is_blocked
-            )
+            is_free = all(slot.cuts == elements() for slot in space.slots)
+            is_settled = isinstance(space, OwnedSpace) or (num_runs == len(set(keys)) and is_free)
             if not space.trainable or space.update_tensors or is_settled:
                 continue
             rank = {key: index for index, key in enumerate(sorted(set(keys)))}

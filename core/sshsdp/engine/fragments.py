@@ -89,9 +89,7 @@ def fragments_of(
                 for offset, own, size in zip(both.offsets, unit.offsets, both.sizes, strict=True)
             )
             place = sum(o * s for o, s in zip(both.offsets, region.stride, strict=True))
-            found.append(
-                Fragment(unit.sizes, inside, region.start + place - start, region.stride)
-            )
+            found.append(Fragment(unit.sizes, inside, region.start + place - start, region.stride))
     return tuple(found)
 
 

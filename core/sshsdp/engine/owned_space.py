@@ -6,7 +6,7 @@ and new values back.
 
 ::
 
-    reduced shard --exchange--> owner's .grad --optimizer--> owner's master --exchange--> runtime shard
+    reduced shard --exchange--> owner's .grad --optimizer--> master --exchange--> runtime shard
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     _ByOwner = dict[tuple[int, int], list[tuple["OwnedMatrix", Fragment]]]
 
-__all__ = ["OwnedMatrix", "OwnedSpace", "OwnedTensor"]
+__all__ = ["OwnedMatrix", "OwnedSpace", "OwnedTensor", "is_owned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,11 @@ class OwnedTensor(UpdateTensor):
         """Bind a view of the update shard to its matrix."""
         super().__init__(tensor, start, [matrix.slot])
         self.matrix = matrix
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its parameter."""
+        return self.matrix.unit.sizes == self.matrix.slot.shape
 
 
 class OwnedSpace(ShardedSpace):
@@ -265,3 +270,8 @@ class OwnedSpace(ShardedSpace):
                 update.tensor.grad = part
             else:
                 update.tensor.grad.add_(part)
+
+
+def is_owned(slot: ParameterSlot) -> bool:
+    """Whether a parameter is updated as whole matrices."""
+    return isinstance(slot.space, OwnedSpace)

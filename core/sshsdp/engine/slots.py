@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.space import ShardedSpace
     from sshsdp.engine.unit import Unit
     from sshsdp.layout.optimization_units import OptimizationUnit
+    from sshsdp.optim.granularity import Granularity
 
 __all__ = ["GradientSlot", "PackSlot", "ParameterSlot"]
 
@@ -171,6 +172,7 @@ class ParameterSlot(GradientSlot):
         aliases: All FQNs of a tied parameter, the canonical one first.
         parameter: The ``nn.Parameter`` that the model keeps.
         holders: ``(module, attribute)`` pairs that refer to it.
+        granularity: How finely its optimizer lets it be cut.
         cuts: Where shards may cut it, as its optimizer asks for.
         block: Elements that its optimizer quantizes together, 1 if none: its region starts at a
             multiple of so many elements.
@@ -193,6 +195,7 @@ class ParameterSlot(GradientSlot):
         self.shape = tuple(parameter.shape)
         self.original_dtype = parameter.dtype
         self.requires_grad = parameter.requires_grad
+        self.granularity: Granularity = "element"
         self.cuts = elements()
         self.block = 1
         self.optimization_units: tuple[OptimizationUnit, ...] = ()

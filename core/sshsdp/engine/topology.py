@@ -68,9 +68,7 @@ def _default_device_type() -> str:
     return "cpu" if accelerator is None or backend in ("gloo", "mpi") else accelerator.type
 
 
-def _collectives(
-    mesh: DeviceMesh, axis: str, device: torch.device, wire: WireBytes
-) -> Collectives:
+def _collectives(mesh: DeviceMesh, axis: str, device: torch.device, wire: WireBytes) -> Collectives:
     ranks = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
     ranks_per_group = {SHARD: ranks, REPLICATE: ranks.T, "world": ranks.reshape(1, -1)}[axis]
     world = dist.group.WORLD
@@ -115,6 +113,7 @@ class Topology:
         update: UpdatePolicy,
     ) -> Topology:
         """Make the process groups. Collective: every rank of the default group must call it."""
+
         def collectives(axis: str) -> Collectives:
             return _collectives(mesh, axis, device, stats.wire)
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sshsdp.engine.owned_space import OwnedSpace, OwnedTensor
 from sshsdp.engine.parameter import ShardedParameter, slot_of
+from sshsdp.engine.row_binding import mark_rows
 from sshsdp.engine.space import UpdateTensor
 from sshsdp.optim.blocks import decide_by_parameter
 from sshsdp.optim.granularity import granularity_of
@@ -250,7 +251,11 @@ def _bind(space: ShardedSpace, group: list[ParameterSlot]) -> list[UpdateTensor]
     if isinstance(space, OwnedSpace):
         bound = space.make_update_tensors(members)
     else:
-        runs = _runs(space.slots, lambda slot: (slot in members, slot.block))
+        # A matrix that is cut between rows is a tensor of its own.
+        runs = _runs(
+            space.slots,
+            lambda slot: (slot in members, slot.block, slot.granularity == "row" and slot.name),
+        )
         bound = [_make_update(space, run) for run in runs if run[0] in members]
     space.update_tensors += bound
     space.update_tensors.sort(key=lambda update: update.start)
@@ -269,7 +274,10 @@ def _make_update(
         tensor.requires_grad_(within.tensor.requires_grad)
         if within.grad is not None:
             tensor.grad = within.grad[start - within.start : stop - within.start]
-    return UpdateTensor(tensor, start, slots)
+    update = UpdateTensor(tensor, start, slots)
+    if slots[0].granularity == "row":
+        mark_rows(update)
+    return update
 
 
 def _split_state(

@@ -40,7 +40,6 @@ _REFUSED = {
 _told: set[type[torch.optim.Optimizer]] = set()
 
 
-
 def register_optimizer(cls: type[torch.optim.Optimizer], *, granularity: Granularity) -> None:
     """Say how finely an optimizer's work may be cut.
 

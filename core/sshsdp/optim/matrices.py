@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sshsdp.engine.row_binding import can_be_cut_by_rows
 from sshsdp.layout.optimization_units import OptimizationUnit
-from sshsdp.optim.granularity import granularity_of
+from sshsdp.optim.granularity import Granularity, granularity_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from sshsdp.engine.slots import ParameterSlot
 
-__all__ = ["matrices_for", "whole_matrix"]
+__all__ = ["granularity_for", "matrices_for", "whole_matrix"]
 
 
 def whole_matrix(slot: ParameterSlot) -> tuple[OptimizationUnit, ...]:
@@ -29,8 +28,34 @@ def whole_matrix(slot: ParameterSlot) -> tuple[OptimizationUnit, ...]:
     return (unit,)
 
 
+def granularity_for(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], slot: ParameterSlot, num_ranks: int
+) -> Granularity:
+    """How finely one parameter of a param group may be cut.
+
+    Args:
+        optimizer: The optimizer. Its ``sshsdp_granularity``, if it has one, decides by the shapes
+            of the parameter's matrices; else its class does.
+        group: The param group.
+        slot: The parameter.
+        num_ranks: Over how many ranks updates are spread.
+    """
+    choose = getattr(optimizer, "sshsdp_granularity", None)
+    if choose is None:
+        return granularity_of(optimizer)
+    chosen: Granularity = choose(group, [unit.shape for unit in slot.optimization_units], num_ranks)
+    if chosen == "row" and not can_be_cut_by_rows(slot):
+        return "matrix"
+    return chosen
+
+
 def matrices_for(
-    optimizer: torch.optim.Optimizer,
-) -> Callable[[ParameterSlot], tuple[OptimizationUnit, ...]] | None:
-    """How an optimizer takes parameters that it must see whole; None: it works on flat shards."""
-    return None if granularity_of(optimizer) == "element" else whole_matrix
+    optimizer: torch.optim.Optimizer, slot: ParameterSlot
+) -> tuple[OptimizationUnit, ...]:
+    """What an optimizer sees of a parameter that it must see whole.
+
+    Optimizers that know of optimization units (``sshsdp_granularity``) get those, others get the
+    parameter as the model has it.
+    """
+    knows_units = hasattr(optimizer, "sshsdp_granularity")
+    return slot.optimization_units if knows_units else whole_matrix(slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from sshsdp.layout.owners import assign_owners
 from sshsdp.optim.newton_schulz import COEFFICIENTS, gram_factors, orthogonalize
-from sshsdp.optim.row_shards import RowShard, row_shard_of, sum_over
+from sshsdp.optim.row_shards import row_shard_of, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,25 @@ _BATCH_NUMEL = 2**26
 
 # Of a group that AdamW steps; names as in torch.optim.AdamW but for eps, which Muon has too.
 _ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "adamw_eps": 1e-8}
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A matrix to be stepped.
+
+    Attributes:
+        weight: The weights, or this rank's rows of them.
+        update: What is to be orthogonalized: of the weights' size, 2-D.
+        shape: Shape of the whole matrix.
+        is_cut: Whether other ranks hold rows of it too.
+        axes: Over which they are spread.
+    """
+
+    weight: torch.Tensor
+    update: torch.Tensor
+    shape: tuple[int, ...]
+    is_cut: bool = False
+    axes: tuple[Collectives, ...] = ()
 
 
 class Muon(torch.optim.Optimizer):
@@ -153,10 +173,9 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "adamw":
                 self._step_adamw(group, tensors)
                 continue
-            sharded = [tensor for tensor in tensors if row_shard_of(tensor) is not None]
-            self._step_whole(group, [t for t in tensors if row_shard_of(t) is None])
-            if sharded:
-                self._step_by_gram(group, sharded)
+            entries = [entry for tensor in tensors for entry in self._entries(group, tensor)]
+            self._step_whole(group, [entry for entry in entries if not entry.is_cut])
+            self._step_by_gram(group, [entry for entry in entries if entry.is_cut])
         return loss
 
     def _momentum(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
@@ -169,44 +188,50 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(tensor.grad, 1 - group["momentum"])
         return tensor.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _step_whole(self, group: dict[str, Any], tensors: Iterable[torch.Tensor]) -> None:
-        batches: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for tensor in tensors:
-            update, weights = self._momentum(group, tensor), tensor.detach()
-            is_batch = tensor.ndim == 3
-            for weight, one in zip(
-                weights.unbind(0) if is_batch else [weights],
-                update.unbind(0) if is_batch else [update],
-                strict=True,
-            ):
-                matrix = one.flatten(1)
-                batches[*matrix.shape, weight.dtype, weight.device].append((weight, matrix))
-        for entries in batches.values():
-            shape = tuple(entries[0][1].shape)
-            num_at_once = max(_BATCH_NUMEL // max(math.prod(shape), 1), 1)
-            for first in range(0, len(entries), num_at_once):
-                chunk = entries[first : first + num_at_once]
+    def _entries(self, group: dict[str, Any], tensor: torch.Tensor) -> list[_Entry]:
+        update, weight, shard = self._momentum(group, tensor), tensor.detach(), row_shard_of(tensor)
+        if shard is not None:
+            return [
+                _Entry(part, rows, matrix.shape, is_cut=matrix.is_cut, axes=shard.axes)
+                for part, rows, matrix in zip(
+                    shard.views(weight), shard.views(update), shard.matrices, strict=True
+                )
+                # What is whole on another rank is its business.
+                if matrix.is_cut or rows.numel()
+            ]
+        if tensor.ndim == 3:
+            pairs = zip(weight.unbind(0), update.unbind(0), strict=True)
+            return [_Entry(part, one, tuple(one.shape)) for part, one in pairs]
+        matrix = update.flatten(1)
+        return [_Entry(weight, matrix, tuple(matrix.shape))]
+
+    def _step_whole(self, group: dict[str, Any], entries: Iterable[_Entry]) -> None:
+        batches: dict[Any, list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            weight = entry.weight
+            batches[*entry.update.shape, weight.dtype, weight.device].append(entry)
+        for alike in batches.values():
+            num_at_once = max(_BATCH_NUMEL // max(alike[0].update.numel(), 1), 1)
+            for first in range(0, len(alike), num_at_once):
+                chunk = alike[first : first + num_at_once]
                 made = orthogonalize(
-                    torch.stack([matrix for _, matrix in chunk]),
+                    torch.stack([entry.update for entry in chunk]),
                     coefficients=group["ns_coefficients"],
                     num_steps=group["ns_steps"],
                     eps=group["eps"],
                     dtype=group["ns_dtype"],
                 )
-                for (weight, _), direction in zip(chunk, made, strict=True):
-                    _apply(group, weight, direction.reshape(weight.shape), shape)
+                for entry, direction in zip(chunk, made, strict=True):
+                    _apply(group, entry, direction)
 
-    def _step_by_gram(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        entries: list[_Entry] = []
-        shard = row_shard_of(tensors[0])
-        assert shard is not None
-        for tensor in tensors:
-            entries += _entries(tensor, self._momentum(group, tensor))
-        grams = [rows.float().mT @ rows.float() for _, rows, _ in entries]
-        sum_over(grams, shard.axes, "Gram matrices")
-        factors = _shared_factors(group, grams, shard.axes[0])
-        for (weight, rows, shape), factor in zip(entries, factors, strict=True):
-            _apply(group, weight, rows.float() @ factor, shape)
+    def _step_by_gram(self, group: dict[str, Any], entries: Sequence[_Entry]) -> None:
+        if not entries:
+            return
+        axes = entries[0].axes
+        grams = [entry.update.float().mT @ entry.update.float() for entry in entries]
+        sum_over(grams, axes, "Gram matrices")
+        for entry, factor in zip(entries, _shared_factors(group, grams, axes[0]), strict=True):
+            _apply(group, entry, entry.update.float() @ factor)
 
     def _step_adamw(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         states = [self.state[tensor] for tensor in tensors]
@@ -233,33 +258,16 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-# Weight rows, update rows, shape of the whole matrix.
-_Entry = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-
-
-def _entries(tensor: torch.Tensor, update: torch.Tensor) -> list[_Entry]:
-    shard = row_shard_of(tensor)
-    assert isinstance(shard, RowShard)
-    return [
-        (weight, rows, matrix.shape)
-        for weight, rows, matrix in zip(
-            shard.views(tensor.detach()), shard.views(update), shard.matrices, strict=True
-        )
-    ]
-
-
-def _apply(
-    group: dict[str, Any], weight: torch.Tensor, direction: torch.Tensor, shape: tuple[int, ...]
-) -> None:
-    lr = float(group["lr"])
-    height, width = shape[-2], shape[-1]
+def _apply(group: dict[str, Any], entry: _Entry, direction: torch.Tensor) -> None:
+    lr, weight = float(group["lr"]), entry.weight
+    height, width = entry.shape[-2:]
     ratio = (
         0.2 * math.sqrt(max(height, width))
         if group["adjust_lr_fn"] == "match_rms_adamw"
         else math.sqrt(max(1, height / width))
     )
     weight.mul_(1 - lr * group["weight_decay"])
-    weight.add_(direction.to(weight.dtype), alpha=-lr * ratio)
+    weight.add_(direction.to(weight.dtype).reshape(weight.shape), alpha=-lr * ratio)
 
 
 def _shared_factors(

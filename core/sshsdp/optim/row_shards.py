@@ -31,18 +31,14 @@ class LocalRows:
         shape: Shape of the whole matrix, as the optimizer would see it.
         rows: Rows of the piece.
         columns: Columns of the piece.
+        is_cut: Whether other ranks hold rows of it too; if not, one rank holds all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: slice
     columns: slice
-
-    @property
-    def width(self) -> int:
-        """Side of the Gram matrix."""
-        stop: int = self.columns.stop
-        return stop - int(self.columns.start)
+    is_cut: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
