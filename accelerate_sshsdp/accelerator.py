@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import inspect
 import logging
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ from torch import nn
 
 from accelerate_sshsdp.checkpoints import CheckpointsMixin
 from accelerate_sshsdp.environment import (
-    check_precision,
     check_world,
+    drop_carriers,
     ensure_process_group,
-    hide_carriers,
+    find_precision,
     refuse_other_plugins,
     take_parallelism,
     wants_cpu,
@@ -59,8 +59,9 @@ class Accelerator(GradientsMixin, CheckpointsMixin, ExportsMixin, accelerate.Acc
         *args: As for ``accelerate.Accelerator``.
         sshsdp_plugin: How to shard; default: ``SSHSDPPlugin()``, which reads the environment and
             the configuration file.
-        **kwargs: As for ``accelerate.Accelerator``. ``mixed_precision`` is one of no, bf16, fp16. A
-            ``parallelism_config`` may give the sizes of the mesh.
+        **kwargs: As for ``accelerate.Accelerator``. ``mixed_precision`` is one of no, fp16, bf16,
+            mxfp8 (linear layers of the units in MXFP8, the rest in bf16). A ``parallelism_config``
+            may give the sizes of the mesh.
 
     Raises:
         ValueError: Another sharding plugin is asked for, in an argument or by the environment; or
@@ -76,16 +77,18 @@ class Accelerator(GradientsMixin, CheckpointsMixin, ExportsMixin, accelerate.Acc
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         del arguments["self"]
         refuse_other_plugins(arguments)
-        check_precision(arguments.get("mixed_precision"))
-        sizes: dict[str, Any] = take_parallelism(arguments.pop("parallelism_config", None))
+        fields: dict[str, Any] = take_parallelism(arguments.pop("parallelism_config", None))
+        if (precision := find_precision(arguments.get("mixed_precision"))) == "mxfp8":
+            fields["runtime_format"], precision = "mxfp8", "bf16"
+        arguments["mixed_precision"] = precision
         if sshsdp_plugin is not None and not isinstance(sshsdp_plugin, SSHSDPPlugin):
             raise TypeError(f"sshsdp_plugin must be a SSHSDPPlugin, got {sshsdp_plugin!r}")
-        plugin = sshsdp_plugin or SSHSDPPlugin()
-        self.sshsdp_plugin = dataclasses.replace(plugin, **sizes) if sizes else plugin
+        self.sshsdp_plugin = copy.copy(sshsdp_plugin or SSHSDPPlugin())
+        vars(self.sshsdp_plugin).update(fields)
         if not arguments.get("cpu") and wants_cpu():
             arguments["cpu"] = True
-        with hide_carriers():
-            super().__init__(**arguments)
+        drop_carriers()
+        super().__init__(**arguments)
         check_world(self.num_processes)
         self._take_over_scaling()
         self._mesh: DeviceMesh | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,13 @@ from accelerate.utils import get_cpu_distributed_information
 from accelerate_sshsdp.configuration import CONFIG_FILE_VARIABLE, current
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 __all__ = [
-    "check_precision",
     "check_world",
+    "drop_carriers",
     "ensure_process_group",
-    "hide_carriers",
+    "find_precision",
     "refuse_other_plugins",
     "take_parallelism",
     "wants_cpu",
@@ -40,7 +39,7 @@ _OTHER_VARIABLES = {
 }
 # `accelerate launch` starts several processes, on CPU too, only for what it takes for FSDP.
 _CARRIERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-_PRECISIONS = ("no", "bf16", "fp16")
+_PRECISIONS = ("no", "fp16", "bf16", "mxfp8")
 
 
 def refuse_other_plugins(arguments: Mapping[str, Any]) -> None:
@@ -65,9 +64,9 @@ def refuse_other_plugins(arguments: Mapping[str, Any]) -> None:
             continue
         raise ValueError(
             f"accelerate_sshsdp.Accelerator shards with SS-HSDP, and the environment asks for "
-            f"{name} ({variable}=true): run `accelerate config` and answer yes to SS-HSDP, or use "
-            f"accelerate.Accelerator. If the configuration file is one for SS-HSDP, say where it "
-            f"is with {CONFIG_FILE_VARIABLE}"
+            f"{name} ({variable}=true): write a configuration file with `accelerate-sshsdp "
+            f"config`, or use accelerate.Accelerator. If the configuration file is one for "
+            f"SS-HSDP, say where it is with {CONFIG_FILE_VARIABLE}"
         )
 
 
@@ -88,22 +87,19 @@ def take_parallelism(config: Any) -> dict[str, int]:
     return {"replicate_size": config.dp_replicate_size, "shard_size": config.dp_shard_size}
 
 
-def check_precision(given: Any) -> None:
-    """Raise if a mixed precision is not supported.
+def find_precision(given: Any) -> str | None:
+    """The mixed precision that is asked for; None: what Accelerate takes if nothing is said.
 
     Args:
         given: The accelerator's argument; None for what the environment says.
 
     Raises:
-        ValueError: With the list of those that are.
+        ValueError: It is not supported; with the list of those that are.
     """
-    name = str(given or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
-    if name in _PRECISIONS:
-        return
-    hint = {
-        "mxfp8": "the engine does not gather MXFP8 weights yet, bf16 is the closest",
-        "fp8": "recipes that convert modules by themselves do not work on sharded weights",
-    }.get(name, "there is no such precision")
+    name = str(given or os.environ.get("ACCELERATE_MIXED_PRECISION") or "").lower()
+    if name in ("", *_PRECISIONS):
+        return name or None
+    hint = "mxfp8 is the closest" if name == "fp8" else "there is no such precision"
     raise ValueError(
         f"mixed_precision={name!r} is not supported by accelerate_sshsdp: {hint}. Choose one of "
         f"{', '.join(_PRECISIONS)}"
@@ -119,14 +115,13 @@ def wants_cpu() -> bool:
     return not PartialState._shared_state and not torch.accelerator.is_available()
 
 
-@contextlib.contextmanager
-def hide_carriers() -> Iterator[None]:
-    """Keep Accelerate from making an FSDP plugin out of what only carried our configuration."""
-    kept = {name: os.environ.pop(name) for name in _CARRIERS if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
+def drop_carriers() -> None:
+    """Take out of the environment what only carried our configuration.
+
+    Accelerate would make an FSDP plugin of it, and transformers would load weights on rank 0 alone.
+    """
+    for name in _CARRIERS:
+        os.environ.pop(name, None)
 
 
 def check_world(num_processes: int) -> None:

@@ -49,6 +49,9 @@ class SSHSDPPlugin:
             Default: False.
         runtime_dtype (``SSHSDP_RUNTIME_DTYPE``): Dtype of gathered parameters. Default
             (``"auto"``): that of the mixed precision, or each parameter's own without it.
+        runtime_format (``SSHSDP_RUNTIME_FORMAT``): ``"mxfp8"``: the linear layers of the units are
+            in MXFP8. ``Accelerator(mixed_precision="mxfp8")`` is the same, with bf16 for the rest.
+            Default (``"auto"``): all in ``runtime_dtype``.
         update_dtype (``SSHSDP_UPDATE_DTYPE``): Dtype of the master weights. Default (``"auto"``):
             float32 under mixed precision, else the parameter's own.
         reduce_dtype (``SSHSDP_REDUCE_DTYPE``): Dtype in which gradients are summed over ranks.
@@ -89,6 +92,9 @@ class SSHSDPPlugin:
     )
     runtime_dtype: torch.dtype | str | None = field(
         default=None, metadata={"help": "Dtype of gathered parameters."}
+    )
+    runtime_format: Literal["mxfp8", "auto"] | None = field(
+        default=None, metadata={"help": "Format of the units' linear layers, or 'auto'."}
     )
     update_dtype: torch.dtype | str | None = field(
         default=None, metadata={"help": "Dtype of the master weights."}

@@ -17,7 +17,7 @@ __all__ = ["SETTINGS", "Setting", "parse"]
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def _flag(value: Any) -> bool:
+def flag(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -26,7 +26,7 @@ def _flag(value: Any) -> bool:
     return known[str(value).strip().lower()]
 
 
-def _integer(value: Any, least: int) -> int:
+def integer(value: Any, least: int) -> int:
     try:
         number = int(str(value).strip())
     except ValueError:
@@ -40,7 +40,7 @@ def _size(value: Any) -> int | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     try:
-        return _integer(value, 1)
+        return integer(value, 1)
     except ValueError:
         raise ValueError("must be 'auto' or a whole number of 1 or more") from None
 
@@ -87,6 +87,13 @@ def _units(value: Any) -> Any:
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _runtime_format(value: Any) -> str | None:
+    name = str(value).strip().lower()
+    if name not in ("auto", "mxfp8"):
+        raise ValueError("must be 'mxfp8' or 'auto'")
+    return None if name == "auto" else name
 
 
 def _sharding(value: Any) -> str:
@@ -157,20 +164,20 @@ _ALL = (
     ),
     Setting(
         name="reshard_after_forward",
-        parse=_flag,
+        parse=flag,
         default=True,
         question="Free gathered parameters after forward? [YES/no]: ",
         stock_key="fsdp_reshard_after_forward",
     ),
     Setting(
         name="prefetch",
-        parse=lambda value: _integer(value, 0),
+        parse=lambda value: integer(value, 0),
         default=1,
         question="How many units are gathered ahead? [1]: ",
     ),
     Setting(
         name="packs",
-        parse=_flag,
+        parse=flag,
         default=False,
         question="Run q/k/v and gate/up projections as one matrix product? [yes/NO]: ",
     ),
@@ -179,6 +186,12 @@ _ALL = (
         parse=_dtype_or_auto,
         default=None,
         question="Dtype of gathered parameters? [auto: from the mixed precision]: ",
+    ),
+    Setting(
+        name="runtime_format",
+        parse=_runtime_format,
+        default=None,
+        question="Format of linear layers in the units: mxfp8, or auto (that dtype)? [auto]: ",
     ),
     Setting(
         name="update_dtype",
@@ -202,14 +215,14 @@ _ALL = (
     ),
     Setting(
         name="offload",
-        parse=_flag,
+        parse=flag,
         default=False,
         question="Keep master weights and optimizer state on the host? [yes/NO]: ",
         stock_key="fsdp_offload_params",
     ),
     Setting(
         name="activation_checkpointing",
-        parse=_flag,
+        parse=flag,
         default=False,
         question="Recompute the units' activations in backward? [yes/NO]: ",
         stock_key="fsdp_activation_checkpointing",

@@ -180,6 +180,7 @@ def _runtime_policy(
     formats = {**plugin.formats, **_kept_in_fp32(model, dtype)}
     return sshsdp.RuntimePolicy(
         dtype=dtype,
+        format="mxfp8" if plugin.runtime_format == "mxfp8" else None,
         formats={pattern: sshsdp.DenseFormat(kept) for pattern, kept in formats.items()},
         packs=sshsdp.find_packs(model) if plugin.packs else (),
         reshard_after_forward=bool(plugin.reshard_after_forward),

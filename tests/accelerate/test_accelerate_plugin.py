@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "prefetch": (0, "0", 0),
     "packs": (True, "True", True),
     "runtime_dtype": (torch.bfloat16, "bfloat16", torch.bfloat16),
+    "runtime_format": ("mxfp8", "MXFP8", "mxfp8"),
     "update_dtype": ("torch.float32", "float32", torch.float32),
     "reduce_dtype": ("auto", "auto", None),
     "formats": (
@@ -48,6 +49,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prefetch": (-1, "must be a whole number of 0 or more"),
     "packs": ("all", "must be true or false"),
     "runtime_dtype": ("mxfp8", "must be one of float64, float32, bfloat16, float16, or 'auto'"),
+    "runtime_format": ("fp8", "must be 'mxfp8' or 'auto'"),
     "update_dtype": ("int8", "must be one of float64"),
     "reduce_dtype": ("bf16", "must be one of float64"),
     "formats": ("*norm*", "must be one of float64, float32, bfloat16, float16"),

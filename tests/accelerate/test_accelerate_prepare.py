@@ -326,8 +326,8 @@ def test_processes_that_would_each_train_alone_are_stopped(two_ranks: Ranks) -> 
         ({"megatron_lm_plugin": object()}, {}, "cannot use Megatron-LM as well"),
         ({}, {"ACCELERATE_USE_FSDP": "true"}, "the environment asks for FSDP"),
         ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, "the environment asks for DeepSpeed"),
-        ({"mixed_precision": "mxfp8"}, {}, "does not gather MXFP8 weights yet"),
-        ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, "Choose one of no, bf16, fp16"),
+        ({"mixed_precision": "int8"}, {}, "there is no such precision. Choose one of no, fp16"),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mxfp8 is the closest"),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, {}, "must have tp_size=1, got 2"),
     ],
 )

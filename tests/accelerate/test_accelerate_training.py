@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
+from sshsdp.engine.space_format import BlockSpaceFormat
 from tests.accelerate.models import LENGTH, VOCABULARY, llama, make
 from tests.accelerate.training import new_accelerator, train
 
@@ -67,6 +68,37 @@ def test_replicas_and_shards_equal_ddp(four_ranks: Ranks) -> None:
 def test_bf16_is_as_close_to_ddp_as_rounding_allows(two_ranks: Ranks) -> None:
     options = {"mixed_precision": "bf16"}
     two_ranks.run(_assert_trains_like_ddp, "llama", options, None, (), 5e-3)
+
+
+def _train_mxfp8(kind: str, precision: str) -> list[float]:
+    accelerator = new_accelerator(kind, mixed_precision=precision)
+    torch.manual_seed(0)
+    model = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if kind == "ours":
+        assert accelerator.mixed_precision == "bf16"
+        engine = engine_of(model)
+        formats = [slot.space.space_format for slot in engine.slots]
+        assert sum(isinstance(one, BlockSpaceFormat) for one in formats) == 3 * 7
+        assert {p.tensor.dtype for _, p in engine.update_parameters()} == {torch.float32}
+    batch = torch.arange(2 * LENGTH).view(2, LENGTH) + accelerator.process_index
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses
+
+
+def test_mxfp8_trains_nearly_as_bf16_does(two_ranks: Ranks) -> None:
+    ours = two_ranks.run(_train_mxfp8, "ours", "mxfp8")[0]
+    theirs = two_ranks.run(_train_mxfp8, "ddp", "bf16")[0]
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, rel=0.03)
+    assert ours[-1] < 0.9 * ours[0]
 
 
 def _train_bf16_from_bf16_weights() -> None:
