@@ -33,8 +33,6 @@ import sshsdp
 from accelerate_sshsdp.environment import ensure_process_group
 from accelerate_sshsdp.optimizers import unwrap_optimizer
 from accelerate_sshsdp.sharding import engine_of
-from sshsdp.checkpoint.place import CheckpointPlace
-from sshsdp.checkpoint.rendezvous import on_rank_0, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,50 +96,26 @@ class CheckpointsMixin:
                 "save_state() between the micro-batches of one step: the gradients accumulated so "
                 "far are not part of a checkpoint"
             )
-        path = together(_SAVE, lambda: self._place_to_save(output_dir))
-        place = CheckpointPlace(_of_rank_0(path))
-
-        def begin() -> None:
-            if configuration.automatic_checkpoint_naming and place.find().exists():
-                raise FileExistsError(
-                    f"{path} is there already: load it first, or set project_configuration."
-                    "iteration to the number to go on with"
-                )
-            place.recover()
-            if place.path.exists() and not place.path.is_dir():
-                raise NotADirectoryError(f"{place.path} is a file")
-            place.begin()
-
-        def commit() -> None:
-            if place.path.exists():
-                _keep_others(place.path, place.unfinished)
-            place.commit()
-
-        try:
-            on_rank_0(begin, f"preparing {place.unfinished}")
-            for index, engine in enumerate(self._run_save_hooks(place.unfinished)):
-                engine.save(place.unfinished / f"{FSDP_MODEL_NAME}_{index}")
+        path = Path(_of_rank_0(sshsdp.together(_SAVE, lambda: self._place_to_save(output_dir))))
+        save = super().save_state
+        with sshsdp.checkpoint_directory(_SAVE, path, _keep_others) as folder:
+            for index, engine in enumerate(self._run_save_hooks(folder)):
+                engine.save(folder / f"{FSDP_MODEL_NAME}_{index}")
             for index, (engine, optimizer) in enumerate(self._sharded_optimizers()):
                 state = functools.partial(engine.optimizer_state_dict, optimizer)
-                folder = place.unfinished / f"{OPTIMIZER_NAME}_{index}"
                 sshsdp.write_checkpoint(
-                    _SAVE, folder, lambda state=state: ({"optimizer": state()}, {})
+                    _SAVE,
+                    folder / f"{OPTIMIZER_NAME}_{index}",
+                    lambda state=state: ({"optimizer": state()}, {}),
                 )
-            save = super().save_state
-            arguments = (str(place.unfinished), safe_serialization)
             with self._without_shards():
-                together(_SAVE, lambda: save(*arguments, **save_model_func_kwargs))
-            on_rank_0(commit, f"committing {place.path}")
-        except BaseException:
-            if dist.get_rank() == 0:
-                place.abandon()
-            raise
+                save(str(folder), safe_serialization, **save_model_func_kwargs)
         if configuration.automatic_checkpoint_naming:
-            on_rank_0(
-                lambda: _prune(place.path, configuration.total_limit),
+            sshsdp.on_rank_0(
+                lambda: _prune(path, configuration.total_limit),
                 "deleting checkpoints beyond total_limit",
             )
-        return Path(path)
+        return path
 
     def load_state(
         self,
@@ -166,14 +140,14 @@ class CheckpointsMixin:
             ValueError: There is no such directory, or a model or optimizer does not fit.
         """
         ensure_process_group()
-        found = together(_LOAD, lambda: self._place_to_load(input_dir))
+        found = sshsdp.together(_LOAD, lambda: self._place_to_load(input_dir))
         path = Path(_of_rank_0(found))
         models = [*self._models]
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(path))
         sharded = [(engine, m) for m in models if (engine := engine_of(m)) is not None]
         optimizers = self._sharded_optimizers()
-        model_files, optimizer_files = together(
+        model_files, optimizer_files = sshsdp.together(
             _LOAD,
             lambda: (
                 [_find_model(path, index, model) for index, (_, model) in enumerate(sharded)],
@@ -189,7 +163,7 @@ class CheckpointsMixin:
             load_model_func_kwargs["strict"] = False
         load = super().load_state
         with self._without_shards(models):
-            together(_LOAD, lambda: load(str(path), load_kwargs, **load_model_func_kwargs))
+            sshsdp.together(_LOAD, lambda: load(str(path), load_kwargs, **load_model_func_kwargs))
         # It is in the files of the RNG states, and new ranks have none.
         self.step = _of_rank_0(self.step)
         if input_dir is None:
@@ -213,7 +187,13 @@ class CheckpointsMixin:
             raise ValueError(
                 "automatic_checkpoint_naming needs a place: ProjectConfiguration(project_dir=...)"
             )
-        return Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        path = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        if path.exists():
+            raise FileExistsError(
+                f"{path} is there already: load it first, or set project_configuration.iteration "
+                "to the number to go on with"
+            )
+        return path
 
     def _place_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
@@ -252,7 +232,7 @@ class CheckpointsMixin:
             return [i for i, state in enumerate(states) if any(state is one for one in weights)]
 
         # Hooks often work on the main process alone.
-        return [engines[index] for index in _of_rank_0(together(_SAVE, run))]
+        return [engines[index] for index in _of_rank_0(sshsdp.together(_SAVE, run))]
 
     @contextlib.contextmanager
     def _without_shards(self, models: Sequence[nn.Module] | None = None) -> Iterator[None]:
@@ -392,5 +372,5 @@ def _read_on_rank_0(file: Path) -> dict[str, Any]:
             else torch.load(file, map_location="cpu", weights_only=True)
         )
 
-    on_rank_0(read, f"reading {file}")
+    sshsdp.on_rank_0(read, f"reading {file}")
     return state

@@ -7,7 +7,13 @@ Example:
 """
 
 from sshsdp.checkpoint.place import find_checkpoint
-from sshsdp.checkpoint.store import read_checkpoint, write_checkpoint, write_checkpoint_file
+from sshsdp.checkpoint.rendezvous import on_rank_0, together
+from sshsdp.checkpoint.store import (
+    checkpoint_directory,
+    read_checkpoint,
+    write_checkpoint,
+    write_checkpoint_file,
+)
 from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat
@@ -29,11 +35,14 @@ __all__ = [
     "Stats",
     "UpdateParameter",
     "UpdatePolicy",
+    "checkpoint_directory",
     "find_checkpoint",
     "find_packs",
+    "on_rank_0",
     "read_checkpoint",
     "register_optimizer",
     "shard",
+    "together",
     "write_checkpoint",
     "write_checkpoint_file",
 ]

@@ -243,7 +243,7 @@ def _save_many(folder: Path) -> None:
 
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     training = Training(project_config=project)
-    with pytest.raises(RuntimeError, match="load it first, or set project_configuration"):
+    with pytest.raises(FileExistsError, match="load it first, or set project_configuration"):
         project.iteration = 2
         training.accelerator.save_state()
     # Of a save that ended early; it is not taken for a checkpoint.

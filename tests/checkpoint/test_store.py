@@ -75,6 +75,33 @@ def test_a_save_replaces_a_checkpoint_and_leaves_nothing_else(
     assert workers(2).run(save_twice, tmp_path)[0] == ["checkpoint"]
 
 
+def write_parts(folder: Path, fails: bool) -> list[str]:
+    """A checkpoint of two parts, one of each rank; rank 1 may fail after it has written."""
+
+    def keep_others(old: Path, new: Path) -> None:
+        (new / "kept").write_text((old / "0").read_text())
+
+    with sshsdp.checkpoint_directory("save_parts()", folder / "parts", keep_others) as path:
+        (path / str(dist.get_rank())).write_text(str(fails))
+        if fails and dist.get_rank() == 1:
+            raise OSError("disk full")
+    return sorted(entry.name for entry in (folder / "parts").iterdir())
+
+
+def test_a_checkpoint_of_parts_is_complete_or_absent(
+    tmp_path: Path, workers: Callable[[int], Any]
+) -> None:
+    with pytest.raises(WorkersFailedError, match=r"failed on other ranks: rank 1: OSError: disk"):
+        workers(2).run(write_parts, tmp_path, True)
+    assert not [*tmp_path.iterdir()]
+    assert workers(2).run(write_parts, tmp_path, False) == [["0", "1"]] * 2
+    with pytest.raises(WorkersFailedError, match="disk full"):
+        workers(2).run(write_parts, tmp_path, True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["parts"]
+    assert (tmp_path / "parts" / "1").read_text() == "False"
+    assert workers(2).run(write_parts, tmp_path, False)[0] == ["0", "1", "kept"]
+
+
 def load_after_a_crash(folder: Path) -> dict[str, Any]:
     """A save that ended between its two renames has left the old checkpoint aside."""
     _, attached, engine = make_sshsdp("adamw")

@@ -6,6 +6,7 @@ file system that all ranks see.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,13 @@ from sshsdp.checkpoint.place import CheckpointPlace, find_checkpoint
 from sshsdp.checkpoint.rendezvous import on_rank_0, together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
+    "checkpoint_directory",
     "load_extra",
     "read",
     "read_checkpoint",
@@ -105,6 +107,60 @@ def write_checkpoint(
             place.abandon()
         if isinstance(error, CheckpointException):
             raise _as_error(f"saving {place.path}", error) from error
+        raise
+
+
+@contextlib.contextmanager
+def checkpoint_directory(
+    caller: str, path: str | Path, keep_others: Callable[[Path, Path], None]
+) -> Iterator[Path]:
+    """A directory for a checkpoint of several parts, complete or absent as a whole. Collective.
+
+    Every rank writes its files inside the block. At its end they all meet, and what has been
+    written takes the place of what is at ``path``; if some rank failed, nothing does.
+
+    Args:
+        caller: What the user called, for messages.
+        path: The directory; rank 0's counts.
+        keep_others: Called on rank 0 with the directory that is to be replaced and the new one:
+            copies what in the old one is none of the caller's.
+
+    Yields:
+        Where to write.
+
+    Raises:
+        RuntimeError: Some rank failed or did not come. What was at ``path`` before is still there.
+    """
+    together(caller, lambda: None)
+    place = CheckpointPlace(_of_rank_0(path))
+
+    def begin() -> None:
+        place.recover()
+        if place.path.exists() and not place.path.is_dir():
+            raise NotADirectoryError(f"{place.path} is a file")
+        place.begin()
+
+    def finish(failure: Exception | None) -> None:
+        if failure is not None:
+            raise failure
+
+    def commit() -> None:
+        if place.path.exists():
+            keep_others(place.path, place.unfinished)
+        place.commit()
+
+    failure = None
+    try:
+        on_rank_0(begin, f"preparing {place.unfinished}")
+        try:
+            yield place.unfinished
+        except Exception as error:
+            failure = error
+        together(caller, lambda: finish(failure))
+        on_rank_0(commit, f"committing {place.path}")
+    except BaseException:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            place.abandon()
         raise
 
 
