@@ -98,7 +98,44 @@ def _train_two_models() -> None:
 
 
 def test_several_models_accumulate_and_clip_together(two_ranks: Ranks) -> None:
+    """`no_sync` was missing, or knew no lists: huggingface/accelerate#3762."""
     two_ranks.run(_train_two_models)
+
+
+def _count_reductions() -> None:
+    accelerator = new_accelerator("ours", gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(*_pair())
+    engine = engine_of(model)
+    counts = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            loss = model(torch.ones(1, 6)).sum()
+            with engine.record_collectives() as records:
+                accelerator.backward(loss)
+            counts.append(sum(one.kind == "reduce_scatter" for one in records))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert counts == [0, 0, len(engine.units) - 1] * 2
+
+
+def test_gradients_are_reduced_with_the_last_micro_batch_alone(two_ranks: Ranks) -> None:
+    two_ranks.run(_count_reductions)
+
+
+def _unwrap() -> None:
+    accelerator = new_accelerator("ours", mixed_precision="bf16")
+    model = accelerator.prepare(make("llama"))
+    tokens = torch.ones(1, 3, dtype=torch.long)
+    with torch.no_grad():
+        assert model(input_ids=tokens).logits.dtype == torch.float32
+        plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert plain is model
+        # Neither autocast nor a conversion of what comes out.
+        assert plain(input_ids=tokens).logits.dtype == torch.bfloat16
+
+
+def test_an_unwrapped_model_runs_without_accelerates_wrapper(two_ranks: Ranks) -> None:
+    two_ranks.run(_unwrap)
 
 
 def _sync_in_backward() -> None:
@@ -271,6 +308,10 @@ def _mistakes() -> None:
 
 
 def test_mistakes_with_models_and_optimizers_are_named(two_ranks: Ranks) -> None:
+    """A class name of another model could not be found, and which there are was not said.
+
+    tatsu-lab/stanford_alpaca#58, hiyouga/LlamaFactory#8279.
+    """
     two_ranks.run(_mistakes)
 
 
@@ -301,6 +342,7 @@ def _warnings() -> list[str]:
 
 
 def test_what_saves_no_memory_or_averages_no_gradients_is_said(two_ranks: Ranks) -> None:
+    """Only the root was wrapped, in silence, where no rule fits: huggingface/lerobot#4010."""
     main, other = two_ranks.run(_warnings)
     assert any(text.startswith("Linear has no units") for text in main)
     assert any("LlamaForCausalLM: 3 units" in text and "torch.float32" in text for text in main)
@@ -326,6 +368,7 @@ def test_processes_that_would_each_train_alone_are_stopped(two_ranks: Ranks) -> 
         ({"megatron_lm_plugin": object()}, {}, "cannot use Megatron-LM as well"),
         ({}, {"ACCELERATE_USE_FSDP": "true"}, "the environment asks for FSDP"),
         ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, "the environment asks for DeepSpeed"),
+        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "the environment asks for Megatron-LM"),
         ({"mixed_precision": "int8"}, {}, "there is no such precision. Choose one of no, fp16"),
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mxfp8 is the closest"),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, {}, "must have tp_size=1, got 2"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.engine.space_format import BlockSpaceFormat
@@ -54,6 +55,11 @@ def test_losses_norms_and_weights_equal_ddp(two_ranks: Ranks, kind: str) -> None
 def test_accumulated_micro_batches_equal_ddp(two_ranks: Ranks, kind: str) -> None:
     """Four micro-batches an epoch, in steps of three: the last step has one of them."""
     two_ranks.run(_assert_trains_like_ddp, kind, {"gradient_accumulation_steps": 3})
+
+
+def test_micro_batches_that_are_reduced_one_by_one_equal_ddp(two_ranks: Ranks) -> None:
+    accumulation = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    two_ranks.run(_assert_trains_like_ddp, "llama", {"gradient_accumulation_plugin": accumulation})
 
 
 def test_frozen_parts_equal_ddp(two_ranks: Ranks) -> None:
