@@ -42,8 +42,8 @@ class ExportsMixin:
 def export_by_save_pretrained(model: nn.Module, engine: sshsdp.Engine) -> None:
     """Let a sharded model's ``save_pretrained`` gather what it saves.
 
-    It becomes collective, and only the main process writes. A ``state_dict`` that is passed to it
-    is saved as it is.
+    It becomes collective then, and only the main process writes. A ``state_dict`` that is passed to
+    it is saved as it is.
     """
     original = getattr(model, "save_pretrained", None)
     if original is None:
@@ -51,15 +51,14 @@ def export_by_save_pretrained(model: nn.Module, engine: sshsdp.Engine) -> None:
 
     @functools.wraps(original)
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> None:
-        if engine.is_closed or options.get("state_dict") is not None:
-            original(save_directory, *args, **options)
-            return
-        state = engine.full_state_dict()
-        # Kept, because transformers takes out of the dict what it has written.
-        dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
-        options |= {"state_dict": state, "is_main_process": dist.get_rank() == 0}
+        state = options.get("state_dict")
+        if state is None and not engine.is_closed:
+            state = engine.full_state_dict()
+            options |= {"state_dict": state, "is_main_process": dist.get_rank() == 0}
+        # Noted now, because transformers takes out of the dict what it has written.
+        dtypes = [value.dtype for value in (state or {}).values() if value.is_floating_point()]
         original(save_directory, *args, **options)
-        if dtypes:
+        if dtypes and options.get("is_main_process", True):
             _note_dtype(Path(save_directory), dtypes[0])
 
     model.__dict__["save_pretrained"] = save_pretrained

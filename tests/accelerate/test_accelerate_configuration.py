@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,14 @@ def test_defaults_are_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert written["mixed_precision"] == "bf16"
     read_file.cache_clear()
     assert SSHSDPPlugin().runtime_format == "mxfp8"
+
+
+def test_the_examples_file_is_what_the_questionnaire_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = ask(monkeypatch, tmp_path / "x.yaml", [*PLACE, "", ""])
+    example = pathlib.Path(__file__).parents[2] / "examples" / "finetune_accelerate.yaml"
+    assert yaml.safe_load(example.read_text()) == written
 
 
 def test_machines_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -65,6 +66,9 @@ def test_every_field_is_documented_with_its_environment_variable() -> None:
         assert f"{name} (``{SETTINGS[name].variable}``)" in SSHSDPPlugin.__doc__
     for field in dataclasses.fields(SSHSDPPlugin):
         assert field.metadata["help"]
+    docs = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    for name, setting in SETTINGS.items():
+        assert f"| `{name}` | `{setting.variable}` | `{setting.key}` |" in docs
 
 
 @pytest.mark.parametrize("name", VALUES)

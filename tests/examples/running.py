@@ -7,13 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_example(script: str, *options: str, cwd: Path | None = None) -> str:
+def run_example(
+    script: str, *options: str, cwd: Path | None = None, launcher: Sequence[str] = ()
+) -> str:
     """Run a script of ``examples/``, which is not to take this process for its launcher.
+
+    Args:
+        script: Its name.
+        *options: Of its command line.
+        cwd: Where it runs.
+        launcher: What Python is given before the script, such as ``("-m", "torch...")``.
 
     Returns:
         What it printed.
@@ -26,7 +37,7 @@ def run_example(script: str, *options: str, cwd: Path | None = None) -> str:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "core"), str(ROOT)])
     environment["OMP_NUM_THREADS"] = "1"
     finished = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *options],
+        [sys.executable, *launcher, str(ROOT / "examples" / script), *options],
         capture_output=True,
         text=True,
         env=environment,
@@ -38,7 +49,8 @@ def run_example(script: str, *options: str, cwd: Path | None = None) -> str:
     return finished.stdout
 
 
-def last_line(script: str, *options: str) -> dict[str, Any]:
+def last_line(script: str, *options: str, launcher: Sequence[str] = ()) -> dict[str, Any]:
     """Run a script whose last line is a JSON object; returns that."""
-    result: dict[str, Any] = json.loads(run_example(script, *options).splitlines()[-1])
+    output = run_example(script, *options, launcher=launcher)
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result

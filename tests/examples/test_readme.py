@@ -30,7 +30,11 @@ def program(heading: str) -> str:
 
 @pytest.mark.parametrize(
     ("heading", "launcher"),
-    [pytest.param("With Lightning", (), marks=needs_install), ("In your own loop", TORCHRUN)],
+    [
+        pytest.param("With Lightning", (), marks=needs_install),
+        ("With Accelerate", TORCHRUN),
+        ("In your own loop", TORCHRUN),
+    ],
 )
 def test_the_program_runs_on_two_processes(
     heading: str, launcher: tuple[str, ...], tmp_path: Path
