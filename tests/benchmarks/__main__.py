@@ -35,7 +35,14 @@ def _tables(report: dict[str, Any]) -> list[Table]:
         peak = report["peak_rss_bytes"].get(name)
         shown = f"{peak / 2**30:.2f}" if peak else ""
         space.add_row(name, f"{copied / report['parameter_bytes']:.2f}", shown)
-    return [steps, space]
+    muon = Table(title="Muon, relative to FSDP2 (same run, medians)")
+    muon.add_column("")
+    for part in ("whole step", "optimizer alone"):
+        muon.add_column(part, justify="right")
+    base = report["muon_seconds"]["FSDP2, every matrix gathered"]
+    for name, seconds in report["muon_seconds"].items():
+        muon.add_row(name, *(f"{a / b:.2f}" for a, b in zip(seconds, base, strict=True)))
+    return [steps, space, muon]
 
 
 def main() -> None:

@@ -16,25 +16,25 @@ import sshsdp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VOCABULARY, WIDTH, NUM_LAYERS, NUM_HEADS = 8192, 768, 9, 12
+VOCABULARY, WIDTH, NUM_LAYERS, HEAD_DIM = 8192, 768, 9, 64
 
 
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(WIDTH, WIDTH) for _ in range(4)
+            nn.Linear(width, width) for _ in range(4)
         )
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, width = hidden.shape
         normed = self.attention_norm(hidden)
         q, k, v = (
-            projection(normed).view(batch, length, NUM_HEADS, -1).transpose(1, 2)
+            projection(normed).view(batch, length, -1, HEAD_DIM).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -45,12 +45,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder of 70 million parameters with tied embeddings; returns its loss."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, width: int = WIDTH, num_layers: int = NUM_LAYERS, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,19 @@ def make(name: str) -> Contender:
 
 def train_step(contender: Contender, micro_batches: list[torch.Tensor]) -> None:
     """Forward and backward of every micro-batch, reduction on the last, optimizer step."""
-    model, optimizer, engine = contender
+    compute_gradients(contender, micro_batches)
+    update(contender)
+
+
+def update(contender: Contender) -> None:
+    """The optimizer's part of a step."""
+    contender.optimizer.step()
+    contender.optimizer.zero_grad()
+
+
+def compute_gradients(contender: Contender, micro_batches: list[torch.Tensor]) -> None:
+    """Forward and backward of every micro-batch, reduction on the last."""
+    model, _, engine = contender
     for index, tokens in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         if engine is not None and not is_last:
@@ -162,5 +176,3 @@ def train_step(contender: Contender, micro_batches: list[torch.Tensor]) -> None:
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(is_last)
         model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()

@@ -14,8 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.benchmarks.contenders import CONTENDERS, VOCABULARY, make, train_step
+from tests.benchmarks.contenders import (
+    CONTENDERS,
+    VOCABULARY,
+    compute_gradients,
+    make,
+    train_step,
+    update,
+)
 from tests.benchmarks.copies import CopyCounter
+from tests.benchmarks.muon import MUON_CONTENDERS
+from tests.benchmarks.muon import VOCABULARY as MUON_VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +96,29 @@ def _time_worker(rank: int, port: int, rounds: int, tokens: int, results: Simple
     dist.destroy_process_group()
 
 
+def _muon_worker(rank: int, port: int, rounds: int, tokens: int, results: SimpleQueue[Any]) -> None:
+    _join(rank, port)
+    contenders = {name: make_one() for name, make_one in MUON_CONTENDERS.items()}
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randint(0, MUON_VOCABULARY, (1, tokens), generator=generator)]
+    steps: dict[str, list[float]] = {name: [] for name in contenders}
+    updates: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, contender in contenders.items():
+            before = _timed(partial(compute_gradients, contender, batches))
+            seconds = _timed(partial(update, contender))
+            if turn:
+                steps[name].append(before + seconds)
+                updates[name].append(seconds)
+    if rank == 0:
+        medians = {
+            name: [statistics.median(steps[name]), statistics.median(updates[name])]
+            for name in contenders
+        }
+        results.put(medians)
+    dist.destroy_process_group()
+
+
 def _memory_worker(rank: int, port: int, name: str, tokens: int, results: SimpleQueue[Any]) -> None:
     _join(rank, port)
     contender = make(name)
@@ -110,6 +142,7 @@ def measure(rounds: int, tokens: int) -> dict[str, Any]:
     report["peak_rss_bytes"] = {
         name: _run(_memory_worker, name, tokens) for name in ("sshsdp", "FSDP2", "compute alone")
     }
+    report["muon_seconds"] = _run(_muon_worker, rounds, tokens)
     report["torch"] = torch.__version__
     return report
 

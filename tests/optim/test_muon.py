@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sshsdp.optim import Muon, muon_with_adamw
+from sshsdp.optim.gram_exchange import split_by_size
 from sshsdp.optim.muon import choose_method
 from sshsdp.optim.newton_schulz import COEFFICIENTS, gram_factors, orthogonalize
 from tests.support.compare import relative_error
@@ -130,6 +131,7 @@ def test_a_state_dict_brings_an_optimizer_back() -> None:
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr must be 0 or more"),
+        ({"ns_steps": 0}, "ns_steps must be 1 or more"),
         ({"method": "both"}, "method must be 'auto', 'owner' or 'gram'"),
         ({"adjust_lr_fn": "mup"}, "adjust_lr_fn must be None"),
     ],
@@ -213,3 +215,15 @@ def test_every_choice_can_be_overridden(caplog: pytest.LogCaptureFixture) -> Non
         muon_with_adamw(model, to_muon=["head.*"], to_adamw=["*.weight"])
     with pytest.raises(ValueError, match=r"the pattern 'nope\.\*' matches no name"):
         muon_with_adamw(model, to_muon=["nope.*"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([3, 3, 3], [[0, 1], [2]]), ([9, 1], [[0], [1]]), ([1, 9, 1], [[0], [1], [2]]), ([2], [[0]])],
+)
+def test_runs_stay_below_a_limit_but_for_one_large_item(
+    sizes: list[int], expected: list[list[int]]
+) -> None:
+    assert list(split_by_size(range(len(sizes)), sizes, 6)) == [
+        range(run[0], run[-1] + 1) for run in expected
+    ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.adamw import adamw
 
-from sshsdp.layout.owners import assign_owners
+from sshsdp.optim.gram_exchange import GramExchange, split_by_size
 from sshsdp.optim.newton_schulz import COEFFICIENTS, gram_factors, orthogonalize
-from sshsdp.optim.row_shards import row_shard_of, sum_over
+from sshsdp.optim.row_shards import row_shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ __all__ = ["Method", "Muon", "choose_method"]
 
 Method = Literal["auto", "owner", "gram"]
 
-# Elements that are orthogonalized at once: enough to fill a GPU, little beside the model.
+# Elements that are worked on at once: enough to fill a GPU, little beside the model.
 _BATCH_NUMEL = 2**26
 
 # Of a group that AdamW steps; names as in torch.optim.AdamW but for eps, which Muon has too.
@@ -55,8 +56,8 @@ class Muon(torch.optim.Optimizer):
 
     Matrices of one shape are orthogonalized together. Attached to an engine, a matrix is either
     whole on one rank (``"owner"``) or spread over all ranks by rows (``"gram"``): then only its
-    Gram matrix is summed over ranks, and the iteration, in float32, runs on that. Param groups with
-    ``algorithm="adamw"`` are stepped by AdamW, element by element (see
+    Gram matrix is summed over ranks, and the iteration, in float32, runs on that, on one of them.
+    Param groups with ``algorithm="adamw"`` are stepped by AdamW, element by element (see
     `sshsdp.optim.muon_with_adamw`).
 
     Without an engine: ``[E, m, n]`` is a batch of matrices, and more dims are flattened to
@@ -99,6 +100,8 @@ class Muon(torch.optim.Optimizer):
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not value >= 0:
                 raise ValueError(f"Muon: {name} must be 0 or more, got {value}")
+        if not ns_steps >= 1:
+            raise ValueError(f"Muon: ns_steps must be 1 or more, got {ns_steps}")
         if method not in ("auto", "owner", "gram"):
             raise ValueError(f"Muon: method must be 'auto', 'owner' or 'gram', got {method!r}")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
@@ -227,10 +230,31 @@ class Muon(torch.optim.Optimizer):
     def _step_by_gram(self, group: dict[str, Any], entries: Sequence[_Entry]) -> None:
         if not entries:
             return
-        axes = entries[0].axes
-        grams = [entry.update.float().mT @ entry.update.float() for entry in entries]
-        sum_over(grams, axes, "Gram matrices")
-        for entry, factor in zip(entries, _shared_factors(group, grams, axes[0]), strict=True):
+        sizes = [min(entry.shape[-2:]) ** 2 for entry in entries]
+        # Every rank is to have something to iterate on.
+        limit = max(_BATCH_NUMEL, max(sizes) * math.prod(axis.size for axis in entries[0].axes))
+        exchanges: list[tuple[Sequence[_Entry], GramExchange]] = []
+        for chunk in split_by_size(entries, sizes, limit):
+            grams = [entry.update.float().mT @ entry.update.float() for entry in chunk]
+            exchanges.append((chunk, GramExchange(grams, chunk[0].axes)))
+            # The next sums are on their way while the last factors are computed.
+            if len(exchanges) > 1:
+                self._finish_by_gram(group, *exchanges.pop(0))
+        for exchange in exchanges:
+            self._finish_by_gram(group, *exchange)
+
+    def _finish_by_gram(
+        self, group: dict[str, Any], entries: Sequence[_Entry], exchange: GramExchange
+    ) -> None:
+        factors = exchange.factors(
+            partial(
+                gram_factors,
+                coefficients=group["ns_coefficients"],
+                num_steps=group["ns_steps"],
+                eps=group["eps"],
+            )
+        )
+        for entry, factor in zip(entries, factors, strict=True):
             _apply(group, entry, entry.update.float() @ factor)
 
     def _step_adamw(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -270,40 +294,12 @@ def _apply(group: dict[str, Any], entry: _Entry, direction: torch.Tensor) -> Non
     weight.add_(direction.to(weight.dtype).reshape(weight.shape), alpha=-lr * ratio)
 
 
-def _shared_factors(
-    group: dict[str, Any], grams: Sequence[torch.Tensor], axis: Collectives
-) -> list[torch.Tensor]:
-    """The factor of every Gram matrix; each rank of the axis iterates on some of them."""
-    owners = assign_owners([len(gram) ** 3 for gram in grams], [0] * axis.size)
-    numels = [
-        sum(gram.numel() for gram, owner in zip(grams, owners, strict=True) if owner == rank)
-        for rank in range(axis.size)
-    ]
-    room = grams[0].new_zeros(axis.size, max(numels))
-    cursors = [0] * axis.size
-    places = []
-    for gram, owner in zip(grams, owners, strict=True):
-        start = cursors[owner]
-        cursors[owner] += gram.numel()
-        places.append(room[owner, start : cursors[owner]].view(gram.shape))
-        if owner == axis.rank:
-            factor = gram_factors(
-                gram[None],
-                coefficients=group["ns_coefficients"],
-                num_steps=group["ns_steps"],
-                eps=group["eps"],
-            )
-            places[-1].copy_(factor[0])
-    axis.all_gather(room.view(-1), room[axis.rank], "Newton-Schulz factors").wait()
-    return places
-
-
 def choose_method(shape: Sequence[int], num_ranks: int) -> Literal["owner", "gram"]:
     """Which way brings less over the wire to every rank, for one matrix among many.
 
     Owner: the float32 gradient to the owner and bfloat16 values back, 6 bytes for every element,
-    shared by all ranks. Gram: ``n^2`` float32 numbers (``n`` the short side) summed, which is two
-    passes, and as many factors gathered, 12 bytes for each, on every rank.
+    shared by all ranks. Gram: ``n^2`` float32 numbers (``n`` the short side) scattered as sums, and
+    as many factors gathered, 8 bytes for each, on every rank.
 
     Args:
         shape: ``(m, n)`` of the matrix.
@@ -311,5 +307,5 @@ def choose_method(shape: Sequence[int], num_ranks: int) -> Literal["owner", "gra
     """
     height, width = shape
     owner = 6 * height * width / num_ranks
-    gram = 12 * min(height, width) ** 2
+    gram = 8 * min(height, width) ** 2
     return "gram" if gram < owner else "owner"

@@ -62,7 +62,7 @@ def gram_factors(
     Args:
         grams: ``U^T U`` of every matrix, ``[batch, n, n]``, float32 or wider.
         coefficients: ``(a, b, c)`` of the polynomial.
-        num_steps: Number of iterations.
+        num_steps: Number of iterations, 1 or more.
         eps: Least norm to divide by.
 
     Returns:
@@ -73,9 +73,14 @@ def gram_factors(
     norm = squared.clamp(min=0).sqrt().clamp(min=eps)[:, None, None]
     gram = grams / norm.square()
     identity = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
-    factor = identity / norm
-    for _ in range(num_steps):
-        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity
-        factor = factor @ step
+
+    def polynomial() -> torch.Tensor:
+        return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity
+
+    step = polynomial()
+    factor = step / norm
+    for _ in range(num_steps - 1):
         gram = step @ gram @ step
+        step = polynomial()
+        factor = factor @ step
     return factor

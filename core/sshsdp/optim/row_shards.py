@@ -1,8 +1,7 @@
 """Matrices that are spread over ranks by full rows, as an optimizer sees them.
 
 An update tensor of ``granularity="row"`` is a flat piece of one parameter that is cut between rows
-only. `RowShard` tells which rows of which matrices it holds, and sums over the ranks that hold the
-others.
+only. `RowShard` tells which rows of which matrices it holds, and which ranks hold the others.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
 
     from sshsdp.engine.collectives import Collectives
 
@@ -70,13 +67,3 @@ def row_shard_of(tensor: torch.Tensor) -> RowShard | None:
     """The row shard that an update tensor is, if it is one."""
     found: RowShard | None = getattr(tensor, _ATTRIBUTE, None)
     return found
-
-
-def sum_over(tensors: Sequence[torch.Tensor], axes: Sequence[Collectives], label: str) -> None:
-    """Sum tensors of one dtype over ranks, in place, in one call per axis."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    for axis in axes:
-        axis.all_reduce(flat, label).wait()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
