@@ -152,6 +152,7 @@ class Engine(GradientOperations):
                     spaces=tuple(space.layout for space in unit.spaces),
                     runtime_dtypes=tuple(space.runtime.element_dtype for space in unit.spaces),
                     trainable=tuple(space.trainable for space in unit.spaces),
+                    owned=tuple(isinstance(space, OwnedSpace) for space in unit.spaces),
                 )
                 for unit in self.units
             ),

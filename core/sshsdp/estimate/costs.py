@@ -65,6 +65,7 @@ class SpaceCost:
         update_itemsize: Bytes of a master element.
         reduce_itemsize: Bytes of a gradient element while it is summed.
         is_shared: Update and runtime parameters are the same memory.
+        needs_whole: Its optimizer sees whole matrices.
     """
 
     numel: int
@@ -74,6 +75,12 @@ class SpaceCost:
     update_itemsize: int
     reduce_itemsize: int
     is_shared: bool
+    needs_whole: bool = False
+
+    @property
+    def returned_itemsize(self) -> int:
+        """Bytes of an element that an owner sends back; what has scales is encoded on arrival."""
+        return self.format.block_nbytes if self.format.block == 1 else self.update_itemsize
 
     @property
     def num_parameter_elements(self) -> int:
@@ -130,6 +137,8 @@ class ModelCost:
         prefetch: Units gathered ahead.
         keeps_last_unit: The last unit of forward stays gathered for backward.
         has_runtime_shards: Runtime shards are kept beside the masters; else every gather casts.
+        has_owners: Where an optimizer sees whole matrices, each is on one rank; else every rank
+            gathers them all.
         agrees_on_unused: One small all-reduce per step tells which parameters no rank used.
         copies_in_and_out: Gathers and reductions go through buffers of their own.
         is_offloaded: Masters, reduced gradients and optimizer state are on the host.
@@ -144,6 +153,7 @@ class ModelCost:
     prefetch: int
     keeps_last_unit: bool = True
     has_runtime_shards: bool = True
+    has_owners: bool = True
     agrees_on_unused: bool = True
     copies_in_and_out: bool = False
     is_offloaded: bool = False
@@ -201,9 +211,10 @@ def model_cost(layout: Layout, runtime: RuntimePolicy, update: UpdatePolicy) -> 
                         trainable=trainable,
                         dtype=dtype,
                         update=update,
+                        needs_whole=owned,
                     )
-                    for space, dtype, trainable in zip(
-                        unit.spaces, unit.runtime_dtypes, unit.trainable, strict=True
+                    for space, dtype, trainable, owned in zip(
+                        unit.spaces, unit.runtime_dtypes, unit.trainable, unit.owned, strict=True
                     )
                 ),
             )
@@ -225,6 +236,7 @@ def space_cost(
     trainable: bool,
     dtype: torch.dtype,
     update: UpdatePolicy,
+    needs_whole: bool = False,
 ) -> SpaceCost:
     """One space under an update policy."""
     update_dtype = update.dtype or dtype
@@ -235,5 +247,6 @@ def space_cost(
         format=FormatCost.of(dtype),
         update_itemsize=update_dtype.itemsize,
         reduce_itemsize=(update.reduce_dtype or update_dtype).itemsize,
-        is_shared=update_dtype == dtype and update.device is None,
+        is_shared=update_dtype == dtype and update.device is None and not needs_whole,
+        needs_whole=needs_whole,
     )

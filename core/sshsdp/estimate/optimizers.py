@@ -28,12 +28,16 @@ class OptimizerCost:
         granularity: Which piece it must see whole.
         state_nbytes: ``(shape, bytes per master element, is hidden matrix)`` to bytes of state.
         cuts: Shape to where shards may cut.
+        needs_whole: ``(shape, is hidden matrix)`` to whether owners update it as whole matrices.
+        flops: ``(shape, is hidden matrix)`` to matrix operations of an update.
     """
 
     name: str
     granularity: Literal["element", "block", "matrix"]
     state_nbytes: Callable[[Shape, int, bool], float]
     cuts: Callable[[Shape], Cuts]
+    needs_whole: Callable[[Shape, bool], bool] = lambda shape, is_hidden: False
+    flops: Callable[[Shape, bool], float] = lambda shape, is_hidden: 0.0
 
 
 def _per_element(name: str, count: int) -> OptimizerCost:
@@ -67,7 +71,21 @@ def _low_bit(name: str, bits: int, block: int) -> OptimizerCost:
 
 def _muon_state(shape: Shape, itemsize: int, is_hidden: bool) -> float:
     # Momentum for hidden matrices; AdamW's two moments for embeddings, head, norms and biases.
-    return (1 if is_hidden and len(shape) > 1 else 2) * itemsize * math.prod(shape)
+    return (1 if _is_matrix(shape, is_hidden) else 2) * itemsize * math.prod(shape)
+
+
+def _is_matrix(shape: Shape, is_hidden: bool) -> bool:
+    return is_hidden and len(shape) > 1
+
+
+def _muon_flops(shape: Shape, is_hidden: bool) -> float:
+    """Five Newton-Schulz iterations of three products (https://kellerjordan.github.io/posts/muon)."""
+    if not _is_matrix(shape, is_hidden):
+        return 0.0
+    # [E, m, n] is a batch of matrices; a convolution is seen as [out, rest].
+    batch, matrix = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
+    short, long = sorted((matrix[0], math.prod(matrix[1:])))
+    return batch * 5 * (4 * short**2 * long + 2 * short**3)
 
 
 def _adafactor_state(shape: Shape, itemsize: int, is_hidden: bool) -> float:
@@ -93,12 +111,15 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
             granularity="matrix",
             state_nbytes=_muon_state,
             cuts=lambda shape: elements(),
+            needs_whole=_is_matrix,
+            flops=_muon_flops,
         ),
         OptimizerCost(
             name="adafactor",
             granularity="matrix",
             state_nbytes=_adafactor_state,
             cuts=lambda shape: elements(),
+            needs_whole=lambda shape, is_hidden: True,
         ),
     )
 }

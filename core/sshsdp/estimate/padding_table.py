@@ -80,10 +80,8 @@ def _reason(specs: list[ParameterSpec], num_shards: int) -> str | None:
         return None
     layout = plan_unit("block", specs, num_shards=num_shards, num_update_slices=1)
     reports = [
-        report_plan(requests_of(members), space, alignment=alignment_of(dtype))
-        for space, ((_, dtype), members) in zip(
-            layout.spaces, group_by_space(specs).items(), strict=True
-        )
+        report_plan(requests_of(members), space, alignment=alignment_of(members[0].runtime_dtype))
+        for space, members in zip(layout.spaces, group_by_space(specs), strict=True)
     ]
     return str(max(reports, key=lambda report: report.padding))
 

@@ -8,6 +8,9 @@
 * Megatron-FSDP v2 lays parameters out in one flat buffer whose shards are multiples of the least
   common multiple of all row sizes; only its padding is modelled, at the best that this rule allows.
 
+An optimizer that needs whole matrices gets them by ``full_tensor()``: every rank gathers, and works
+on, all of them.
+
 With MXFP8, FSDP2 is taken to compute as fast as we do and to gather bf16: its weights are
 quantized after each gather, at a price that is left out.
 """
@@ -18,6 +21,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sshsdp.estimate.costs import ModelCost, UnitCost, space_cost
+from sshsdp.layout.unit_plan import group_by_space
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,9 +85,6 @@ def _cost(
 ) -> ModelCost:
     units = []
     for index, (name, members) in enumerate(specs.items()):
-        groups: dict[tuple[bool, object], list[ParameterSpec]] = {}
-        for spec in members:
-            groups.setdefault((spec.is_trainable, spec.runtime_dtype), []).append(spec)
         spaces = [
             space_cost(
                 [spec.shape for spec in group],
@@ -91,8 +92,9 @@ def _cost(
                 trainable=group[0].is_trainable,
                 dtype=group[0].runtime_dtype,
                 update=update,
+                needs_whole=group[0].is_owned,
             )
-            for group in groups.values()
+            for group in group_by_space(members)
         ]
         units.append(UnitCost(name=name, is_root=index == 0, spaces=tuple(spaces)))
     return ModelCost(
@@ -105,6 +107,7 @@ def _cost(
         prefetch=1,
         keeps_last_unit=False,
         has_runtime_shards=False,
+        has_owners=False,
         agrees_on_unused=False,
         copies_in_and_out=True,
         is_offloaded=update.device == "cpu",

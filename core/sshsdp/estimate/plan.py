@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sshsdp.engine.collect import ROOT
 from sshsdp.estimate.costs import ModelCost, model_cost
 from sshsdp.estimate.memory import RankMemory, rank_memory
 from sshsdp.estimate.peers import fsdp2_cost, hsdp_cost
@@ -138,6 +139,7 @@ class Plan:
                         {
                             "dtype": str(dtype).removeprefix("torch."),
                             "trainable": trainable,
+                            "owned": owned,
                             "numel": report.numel,
                             "padding": report.padding,
                             "padding_share": report.padding_share,
@@ -145,9 +147,10 @@ class Plan:
                             "transposed": [r.name for r in space.regions if r.transposed],
                             "note": str(report),
                         }
-                        for dtype, trainable, report, space in zip(
+                        for dtype, trainable, owned, report, space in zip(
                             row.layout.runtime_dtypes,
                             row.layout.trainable,
+                            row.layout.owned,
                             row.reports,
                             row.layout.spaces,
                             strict=True,
@@ -204,10 +207,14 @@ def make_plan(
     def cuts_of(slot: ParameterSlot, unit: str) -> Cuts:
         return optimizer.cuts(slot.shape) if slot.requires_grad else elements()
 
-    specs = specs_by_unit(model, runtime, units=units, cuts_of=cuts_of)
+    def is_owned(slot: ParameterSlot, unit: str) -> bool:
+        return slot.requires_grad and optimizer.needs_whole(slot.shape, unit != ROOT)
+
+    specs = specs_by_unit(model, runtime, units=units, cuts_of=cuts_of, is_owned=is_owned)
     layout = plan_layout(specs, num_replicas=num_replicas, num_shards=num_shards, update=update)
     costs = [model_cost(layout, runtime, update)]
-    costs += _peer_costs(specs_by_unit(model, dense, units=units), mesh, dense, update)
+    theirs = specs_by_unit(model, dense, units=units, is_owned=is_owned)
+    costs += _peer_costs(theirs, mesh, dense, update)
     estimator = _Estimator(
         optimizer=optimizer,
         hardware=hardware,
@@ -278,7 +285,10 @@ class _Estimator:
         if self.batch is not None and self.activations is None:
             notes.append("Activations and attention: the model has no Hugging Face config.")
         if self.optimizer.granularity == "matrix":
-            notes.append(f"The exchange that brings whole matrices to {self.optimizer.name}.")
+            notes.append(
+                f"{self.optimizer.name}: here on owners; the peers gather every matrix on every "
+                "rank."
+            )
         return tuple(notes)
 
     def scheme(self, cost: ModelCost) -> Scheme:
@@ -297,6 +307,7 @@ class _Estimator:
                 memory,
                 self.hardware,
                 self.batch,
+                self.optimizer,
                 uses_mxfp8=self.runtime_format == "mxfp8",
             )
         wire = wire_bytes(cost, num_micro_batches=num_micro_batches)
@@ -313,6 +324,7 @@ def _rows(
         key = (
             unit.runtime_dtypes,
             unit.trainable,
+            unit.owned,
             tuple(
                 tuple((r.start, r.shape, r.transposed) for r in space.regions)
                 for space in unit.spaces
@@ -327,11 +339,11 @@ def _rows(
                 report_plan(
                     requests_of(members),
                     space,
-                    alignment=alignment_of(dtype),
-                    num_update_slices=num_update_slices,
+                    alignment=alignment_of(members[0].runtime_dtype),
+                    num_update_slices=1 if members[0].is_owned else num_update_slices,
                 )
-                for space, ((_, dtype), members) in zip(
-                    units[0].spaces, group_by_space(specs[units[0].name]).items(), strict=True
+                for space, members in zip(
+                    units[0].spaces, group_by_space(specs[units[0].name]), strict=True
                 )
             ),
         )

@@ -38,6 +38,7 @@ def specs_by_unit(
     units: UnitRule = None,
     cuts_of: Callable[[ParameterSlot, str], Cuts] | None = None,
     dtype_of: Callable[[ParameterSlot, str], torch.dtype | None] | None = None,
+    is_owned: Callable[[ParameterSlot, str], bool] | None = None,
 ) -> dict[str, list[ParameterSpec]]:
     """The parameters of every unit, the root first.
 
@@ -48,6 +49,8 @@ def specs_by_unit(
         cuts_of: Parameter and unit name to where shards may cut it, whatever its format; default:
             anywhere.
         dtype_of: Parameter and unit name to another runtime dtype than the policy's, or None.
+        is_owned: Parameter and unit name to whether it is updated as whole matrices; default: none
+            is.
     """
     slots = collect_slots(model)
     modules = find_unit_modules(model, units)
@@ -77,6 +80,7 @@ def specs_by_unit(
                 is_trainable=slot.requires_grad,
                 cuts=cuts,
                 pack=label.get(slot),
+                is_owned=is_owned is not None and is_owned(slot, unit),
             )
         )
     return {name: specs for name, specs in members.items() if specs or name == ROOT}

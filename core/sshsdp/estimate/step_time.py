@@ -4,7 +4,8 @@ A roofline of the schedule, unit by unit. While a unit runs forward, the next on
 ``shard`` and refreshed over ``replicate``; while it runs backward, the next one is gathered and the
 last one's gradients are reduced. Each axis has its own link, so a unit takes the longest of its
 arithmetic and its traffic on either axis. What nothing hides is added: the first gather, the last
-reduction, the optimizer's memory traffic, and, for schemes that copy in and out, those copies.
+reduction, the optimizer's memory traffic and arithmetic, the way back of matrices from their owners
+(the peers: gathering them), and, for schemes that copy in and out, those copies.
 
 The result is a prediction for comparing choices, not a promise: host time, stragglers and traffic
 of other jobs are not in it.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from sshsdp.estimate.costs import ModelCost, SpaceCost, UnitCost
     from sshsdp.estimate.hardware import Hardware
     from sshsdp.estimate.memory import RankMemory
+    from sshsdp.estimate.optimizers import OptimizerCost
     from sshsdp.estimate.work import ModelWork
 
 __all__ = ["Batch", "StepTime", "step_time"]
@@ -108,6 +110,7 @@ def step_time(
     memory: RankMemory,
     hardware: Hardware,
     batch: Batch,
+    optimizer: OptimizerCost,
     *,
     uses_mxfp8: bool = False,
 ) -> StepTime:
@@ -119,6 +122,7 @@ def step_time(
         memory: Memory of a rank, of which the optimizer reads and writes its part.
         hardware: What runs it.
         batch: What a rank works on.
+        optimizer: What its arithmetic is.
         uses_mxfp8: Matrix products run in MXFP8, where the hardware has it.
     """
     links = _Links(cost, hardware)
@@ -134,14 +138,16 @@ def step_time(
         exposed += _exposed_backward(cost, links, backwards, reduces=is_last)
         compute += sum(forwards) + sum(backwards)
     copies = _copied_nbytes(cost, batch.num_micro_batches) / hardware.memory_bandwidth
-    optimizer = _optimizer_seconds(cost, memory, hardware)
-    total = compute + exposed + copies + optimizer
+    exposed += _matrices_seconds(cost, links)
+    updating = _optimizer_seconds(cost, memory, hardware)
+    updating += _update_flops(cost, optimizer) / (hardware.dense_flops * hardware.gemm_efficiency)
+    total = compute + exposed + copies + updating
     tokens = batch.tokens * batch.num_micro_batches
     return StepTime(
         compute=compute,
         exposed=exposed,
         copies=copies,
-        optimizer=optimizer,
+        optimizer=updating,
         mfu=work.step_flops(batch.sequence) * tokens / total / hardware.dense_flops,
         tokens_per_second=tokens / total,
     )
@@ -156,7 +162,9 @@ def _refresh_seconds(cost: ModelCost, links: _Links, unit: UnitCost) -> float:
     if cost.num_update_slices == 1:
         return 0.0
     shards = [
-        s.format.stored_nbytes(s.numel // cost.num_shards) for s in unit.spaces if s.trainable
+        space.format.stored_nbytes(space.numel // cost.num_shards)
+        for space in unit.spaces
+        if space.trainable and not space.needs_whole
     ]
     return sum(links.replicate(shard) for shard in shards)
 
@@ -184,6 +192,8 @@ def _reduce_seconds(cost: ModelCost, links: _Links, unit: UnitCost) -> tuple[flo
             shard += links.shard(gradient)
             rounds = 1 if cost.num_update_slices > 1 else 2
             replicate += links.replicate(gradient // cost.num_shards, rounds)
+            if space.needs_whole and cost.has_owners:
+                shard += links.shard(gradient // cost.num_shards // cost.num_update_slices)
     return shard, replicate
 
 
@@ -203,6 +213,34 @@ def _exposed_backward(
     # The root is reduced last, after the first block's reduction.
     last = _reduce_seconds(cost, links, cost.units[0]) if reduces else (0.0, 0.0)
     return exposed + max(pending[0] + last[0], pending[1] + last[1])
+
+
+def _matrices_seconds(cost: ModelCost, links: _Links) -> float:
+    """New values from the owners of whole matrices; or the gathers that bring all to every rank."""
+    seconds = 0.0
+    for space in cost.spaces:
+        if not space.needs_whole:
+            continue
+        if not cost.has_owners:
+            seconds += links.shard(space.num_parameter_elements * space.update_itemsize)
+            continue
+        shard = space.num_parameter_elements // cost.num_shards * space.returned_itemsize
+        seconds += links.shard(shard // cost.num_update_slices)
+        if cost.num_update_slices > 1:
+            seconds += links.replicate(shard)
+    return seconds
+
+
+def _update_flops(cost: ModelCost, optimizer: OptimizerCost) -> float:
+    """Matrix operations of the optimizer on one rank."""
+    flops = sum(
+        optimizer.flops(shape, not unit.is_root)
+        for unit in cost.units
+        for space in unit.spaces
+        if space.trainable
+        for shape in space.shapes
+    )
+    return flops / (cost.num_shards * cost.num_update_slices) if cost.has_owners else flops
 
 
 def _copied_nbytes(cost: ModelCost, num_micro_batches: int) -> float:

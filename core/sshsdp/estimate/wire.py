@@ -16,6 +16,18 @@ the same, replicated                all-reduce over replicate, of the shard     
 before the next forward             all-gather over replicate, runtime format   P/S (R - 1) / R
 ==================================  ==========================================  ===============
 
+Whole matrices on owners have, instead of the last three (means over ranks; ``U`` is ``R``, or 1
+with replicated updates, where the all-reduce stays):
+
+==================================  ==========================================  ===============
+after the reduce-scatter            all-to-all over replicate, reduce dtype     P/S (R - 1) / R
+after that                          all-to-all over shard, reduce dtype         P/S (S - 1) / S U
+after the optimizer                 all-to-all over shard, runtime format       P/S (S - 1) / S U
+after that                          all-to-all over replicate, runtime format   P/S (R - 1) / R
+==================================  ==========================================  ===============
+
+MXFP8 values come back from owners in the masters' dtype, to be quantized where they arrive.
+
 Beside these, once per step, one flag (4 bytes) for each trained parameter is all-reduced over all
 ranks, and gradient clipping all-reduces one number over each axis that divides gradients. The
 first step also exchanges Python objects (the order of the units), which `engine.stats` leaves out.
@@ -101,12 +113,30 @@ def _update_bytes(cost: ModelCost, space: SpaceCost) -> dict[str, int]:
     gradient = space.numel * space.reduce_itemsize
     shard = gradient // cost.num_shards
     found = {"shard/reduce_scatter": _foreign(gradient, cost.num_shards)}
+    if space.needs_whole and cost.has_owners:
+        return {**found, **_owned_bytes(cost, space)}
+    if space.needs_whole:
+        whole = space.num_parameter_elements * space.update_itemsize
+        found["shard/all_gather"] = _foreign(whole, cost.num_shards)
     if cost.num_update_slices > 1:
         found["replicate/reduce_scatter"] = _foreign(shard, cost.num_replicas)
         stored = space.format.stored_nbytes(space.numel // cost.num_shards)
         found["replicate/all_gather"] = _foreign(stored, cost.num_replicas)
     else:
         found["replicate/all_reduce"] = _all_reduced(shard, cost.num_replicas)
+    return found
+
+
+def _owned_bytes(cost: ModelCost, space: SpaceCost) -> dict[str, int]:
+    """What owners get and give back; padding does not travel."""
+    numel = space.num_parameter_elements // cost.num_shards
+    nbytes = numel * (space.reduce_itemsize + space.returned_itemsize)
+    found = {"shard/all_to_all": _foreign(nbytes // cost.num_update_slices, cost.num_shards)}
+    if cost.num_update_slices > 1:
+        found["replicate/all_to_all"] = _foreign(nbytes, cost.num_replicas)
+    else:
+        reduced = numel * space.reduce_itemsize
+        found["replicate/all_reduce"] = _all_reduced(reduced, cost.num_replicas)
     return found
 
 

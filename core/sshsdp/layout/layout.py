@@ -25,12 +25,14 @@ class UnitLayout:
         spaces: Its address spaces.
         runtime_dtypes: Dtype of each space's runtime elements; ``float8_e4m3fn`` stands for MXFP8.
         trainable: Whether each space has update parameters.
+        owned: Whether they are whole matrices on owners, not slices of the runtime shards.
     """
 
     name: str
     spaces: tuple[AddressSpace, ...]
     runtime_dtypes: tuple[torch.dtype, ...]
     trainable: tuple[bool, ...]
+    owned: tuple[bool, ...]
 
     @property
     def runtime_nbytes(self) -> int:
@@ -77,10 +79,10 @@ class Layout:
             f"{self.padding / max(self.numel, 1):.3%}"
         ]
         for unit in self.units:
-            for space, dtype, trainable in zip(
-                unit.spaces, unit.runtime_dtypes, unit.trainable, strict=True
+            for space, dtype, trainable, owned in zip(
+                unit.spaces, unit.runtime_dtypes, unit.trainable, unit.owned, strict=True
             ):
-                kind = "trainable" if trainable else "frozen"
+                kind = "owned" if owned else "trainable" if trainable else "frozen"
                 lines.append(
                     f"  {unit.name}: {len(space.regions)} {kind} parameters, {space.numel:,} x "
                     f"{str(dtype).removeprefix('torch.')}, padding {space.padding:,}"

@@ -1,7 +1,8 @@
 """From the parameters of a unit to its address spaces, as the engine builds and reports them.
 
-Parameters share an address space if they are trained or frozen alike and have one runtime dtype.
-Weights come first in it: biases and norms usually form the param group without weight decay.
+Parameters share an address space if they are trained or frozen alike, have one runtime dtype, and
+are updated alike: on flat shards, or as whole matrices by owners. Weights come first in it: biases
+and norms usually form the param group without weight decay.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class ParameterSpec:
         is_trainable: Whether it has an update parameter.
         cuts: Where shards may cut it: what its runtime format and its optimizer ask for.
         pack: Label of the pack that it belongs to.
+        is_owned: Whether it is updated as whole matrices, by owners.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ParameterSpec:
     is_trainable: bool
     cuts: Cuts = field(default_factory=elements)
     pack: str | None = None
+    is_owned: bool = False
 
 
 def alignment_of(dtype: torch.dtype) -> int:
@@ -50,15 +53,13 @@ def alignment_of(dtype: torch.dtype) -> int:
     return 16 * 32 if dtype == torch.float8_e4m3fn else max(16 // dtype.itemsize, 1)
 
 
-def group_by_space(
-    parameters: Iterable[ParameterSpec],
-) -> dict[tuple[bool, torch.dtype], list[ParameterSpec]]:
-    """The parameters of each address space, by trainability and runtime dtype."""
-    groups: dict[tuple[bool, torch.dtype], list[ParameterSpec]] = {}
+def group_by_space(parameters: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """The parameters of each address space; whole matrices follow those that they were among."""
+    groups: dict[tuple[bool, torch.dtype], dict[bool, list[ParameterSpec]]] = {}
     for parameter in parameters:
-        key = (parameter.is_trainable, parameter.runtime_dtype)
-        groups.setdefault(key, []).append(parameter)
-    return groups
+        key = parameter.is_trainable, parameter.runtime_dtype
+        groups.setdefault(key, {False: [], True: []})[parameter.is_owned].append(parameter)
+    return [members for alike in groups.values() for members in alike.values() if members]
 
 
 def requests_of(parameters: Iterable[ParameterSpec]) -> list[RegionRequest]:
@@ -94,11 +95,12 @@ def plan_unit(
             plan_address_space(
                 requests_of(members),
                 num_shards=num_shards,
-                num_update_slices=num_update_slices,
-                alignment=alignment_of(dtype),
+                num_update_slices=1 if members[0].is_owned else num_update_slices,
+                alignment=alignment_of(members[0].runtime_dtype),
             )
-            for (_, dtype), members in groups.items()
+            for members in groups
         ),
-        runtime_dtypes=tuple(dtype for _, dtype in groups),
-        trainable=tuple(is_trainable for is_trainable, _ in groups),
+        runtime_dtypes=tuple(members[0].runtime_dtype for members in groups),
+        trainable=tuple(members[0].is_trainable for members in groups),
+        owned=tuple(members[0].is_owned for members in groups),
     )
