@@ -155,14 +155,18 @@ def format_table(choices: Mapping[ParameterSlot, FormatChoice]) -> str:
     counts: dict[tuple[str, tuple[int, ...], str, str], int] = {}
     for slot, choice in choices.items():
         if len(slot.shape) > 1:
-            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", slot.name)
-            key = (name, slot.shape, _short(choice.runtime_format, slot), choice.reason)
+            label = _short(choice.runtime_format, slot)
+            key = (_pattern(slot.name), slot.shape, label, _pattern(choice.reason))
             counts[key] = counts.get(key, 0) + 1
     rows = [
         (f"{name} x {count}" if count > 1 else name, str(shape), label, reason)
         for (name, shape, label, reason), count in counts.items()
     ]
     return _aligned([("parameter", "shape", "format", "why"), *rows])
+
+
+def _pattern(text: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", text)
 
 
 def _short(runtime_format: DenseFormat | MXFP8Format, slot: ParameterSlot) -> str:
