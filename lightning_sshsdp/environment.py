@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sshsdp
 from lightning_sshsdp.options import mesh_sizes, runtime_policy, update_policy
+from lightning_sshsdp.precision import asks_for_mxfp8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,12 +60,19 @@ class StrategyMixin:
         checkpoint: Literal["sharded", "full"],
         process_group_backend: str | None,
         timeout: timedelta | None,
+        precision: Literal["mxfp8"] | None,
     ) -> None:
         if checkpoint not in ("sharded", "full"):
             raise ValueError(f"checkpoint must be 'sharded' or 'full', got {checkpoint!r}")
+        if precision not in (None, "mxfp8"):
+            raise ValueError(
+                f"precision of the sshsdp strategy must be 'mxfp8' or left out, got {precision!r}: "
+                "every other precision is given to the Trainer or to Fabric"
+            )
+        self._quantizes = precision == "mxfp8"
         # Wrong fields are reported where the strategy is made, not after the processes have
         # started.
-        runtime_policy(runtime, "32-true", nn.Module())
+        runtime_policy(runtime, "32-true", nn.Module(), quantizes=self._quantizes)
         update_policy(update, "32-true")
         self._units = units
         self._runtime = runtime
@@ -214,10 +222,11 @@ class StrategyMixin:
 
     # Engines
 
-    def _shard(self, module: nn.Module, precision: str) -> sshsdp.Engine:
+    def _shard(self, module: nn.Module, plugin: Any) -> sshsdp.Engine:
         """Shard a module, or find that it is sharded as this strategy wants it."""
-        runtime = runtime_policy(self._runtime, precision, module)
-        update = update_policy(self._update, precision)
+        quantizes = self._quantizes or asks_for_mxfp8(plugin)
+        runtime = runtime_policy(self._runtime, plugin.precision, module, quantizes=quantizes)
+        update = update_policy(self._update, plugin.precision)
         engine = engine_of(module)
         if engine is not None:
             self._check_same(engine, runtime, update)

@@ -44,7 +44,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
         checkpoint_io: Any | None = None,
-        precision: Any | None = None,
+        precision: Literal["mxfp8"] | Any | None = None,
     ) -> None:
         """Set the options; nothing is started yet.
 
@@ -67,8 +67,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
             parallel_devices: Likewise.
             cluster_environment: Likewise.
             checkpoint_io: Likewise; only with ``checkpoint="full"``.
-            precision: Likewise.
+            precision: ``"mxfp8"``: linear layers of the repeated blocks in MXFP8; the rest is in
+                Fabric's ``precision``. ``Fabric(precision="mxfp8")`` is the same, with
+                ``"bf16-mixed"`` for the rest. Or a precision plugin, usually left to Fabric.
         """
+        quantizes = isinstance(precision, str)
         self._init_options(
             units=units,
             runtime=runtime,
@@ -78,6 +81,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
             checkpoint=checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            precision=precision if quantizes else None,
         )
         self._check_checkpoint_io(checkpoint_io)
         super().__init__(
@@ -85,7 +89,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision=precision,
+            precision=None if quantizes else precision,
         )
         self._engines: list[sshsdp.Engine] = []
         self._backward_sync_control = _BackwardSync()
@@ -131,7 +135,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, StrategyMixin):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module. Collective."""
-        engine = self._shard(module, self.precision.precision)
+        engine = self._shard(module, self.precision)
         if not any(engine is known for known in self._engines):
             self._engines.append(engine)
         return StepWrapper(module)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sshsdp import DenseFormat, Pack, RuntimePolicy, UpdatePolicy, find_packs
+from sshsdp import DenseFormat, MXFP8Format, Pack, RuntimePolicy, UpdatePolicy, find_packs
 
 __all__ = ["mesh_sizes", "runtime_policy", "update_policy"]
 
@@ -37,7 +37,11 @@ SUPPORTED_PRECISIONS = tuple(_DTYPES)
 
 
 def runtime_policy(
-    given: RuntimePolicy | Mapping[str, Any] | None, precision: str, model: nn.Module
+    given: RuntimePolicy | Mapping[str, Any] | None,
+    precision: str,
+    model: nn.Module,
+    *,
+    quantizes: bool = False,
 ) -> RuntimePolicy:
     """The runtime policy for a model.
 
@@ -46,12 +50,23 @@ def runtime_policy(
             from the precision.
         precision: Lightning's name for it, one of `SUPPORTED_PRECISIONS`.
         model: Decides which parameters belong to normalisation layers.
+        quantizes: Linear layers are to be in MXFP8.
+
+    Raises:
+        ValueError: An unknown field, or a whole policy that does not quantize although it should.
     """
     if isinstance(given, RuntimePolicy):
+        if quantizes and given.format is None:
+            raise ValueError(
+                "precision='mxfp8' and a runtime policy without it: write "
+                "RuntimePolicy(format='mxfp8', ...), or give a mapping of the policy's fields"
+            )
         return given
     fields = _parse_fields("runtime", given, RuntimePolicy)
     if fields.get("packs") == "auto":
         fields["packs"] = find_packs(model)
+    if quantizes:
+        fields.setdefault("format", "mxfp8")
     # The adapters cast batches themselves, or run under autocast: targets must not be rounded.
     fields.setdefault("cast_forward_inputs", False)
     if "dtype" not in fields:
@@ -160,5 +175,7 @@ def _parse_pack(value: Any) -> Any:
 
 
 def _parse_format(value: Any) -> Any:
+    if value == "mxfp8":
+        return MXFP8Format()
     dtype = _parse_dtype(value)
     return DenseFormat(dtype) if isinstance(dtype, torch.dtype) else value

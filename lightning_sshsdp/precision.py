@@ -9,7 +9,9 @@ import torch
 from lightning_sshsdp.grad_scaler import GlobalGradScaler
 from lightning_sshsdp.options import SUPPORTED_PRECISIONS
 
-__all__ = ["check_precision", "share_scaler"]
+__all__ = ["asks_for_mxfp8", "check_precision", "mxfp8_plugin", "share_scaler"]
+
+_MXFP8 = "_sshsdp_quantizes"
 
 # Plugins that belong to other strategies, or change modules in ways that the engine does not know.
 _REFUSED = (
@@ -35,6 +37,17 @@ def check_precision(plugin: Any) -> None:
             f"the sshsdp strategy does not support {type(plugin).__name__} with precision {name!r}:"
             f" choose one of {', '.join(SUPPORTED_PRECISIONS)}"
         )
+
+
+def mxfp8_plugin(plugin: Any) -> Any:
+    """Have a plugin say that linear layers are to be in MXFP8; what it does itself stays."""
+    setattr(plugin, _MXFP8, True)
+    return plugin
+
+
+def asks_for_mxfp8(plugin: Any) -> bool:
+    """Whether `mxfp8_plugin` made the plugin."""
+    return getattr(plugin, _MXFP8, False)
 
 
 def share_scaler(plugin: Any) -> None:

@@ -1,6 +1,6 @@
 """Make the name ``"sshsdp"`` known to Lightning, whenever and wherever Lightning is imported.
 
-`install` also replaces two functions of Lightning's that cannot work with sharded modules (see
+`install` also replaces functions of Lightning's that cannot work with sharded modules (see
 `lightning_sshsdp.replaced_functions`).
 
 Lightning looks a strategy string up in one registry for each of its packages and has no entry point
@@ -75,6 +75,11 @@ _ACTIONS: dict[str, Callable[[ModuleType], None]] = {
 for _package in ("lightning.pytorch", "pytorch_lightning"):
     _ACTIONS[f"{_package}.core.saving"] = partial(_replace, "pl_load", "read_directories")
     _ACTIONS[f"{_package}.utilities.grads"] = partial(_replace, "grad_norm", "look_into_shards")
+    _ACTIONS[f"{_package}.trainer.connectors.accelerator_connector"] = partial(
+        _replace, "_AcceleratorConnector", "know_mxfp8"
+    )
+for _package in ("lightning.fabric", "lightning_fabric"):
+    _ACTIONS[f"{_package}.connector"] = partial(_replace, "_Connector", "know_mxfp8")
 
 
 def _act_on(module: ModuleType) -> None:

@@ -6,6 +6,9 @@
 * ``lightning.pytorch.utilities.grad_norm`` looks at the ``.grad`` of parameters, which have none
   here. It is replaced by one that asks the engine.
 
+* ``precision="mxfp8"`` is refused by the Trainer and by Fabric before they ask their strategy.
+  The functions that check it are replaced by ones that let it through to ours.
+
 For everything else they call Lightning's own.
 """
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-__all__ = ["look_into_shards", "read_directories"]
+__all__ = ["know_mxfp8", "look_into_shards", "read_directories"]
 
 _MARK = "_sshsdp_replaces"
 
@@ -69,6 +72,40 @@ def look_into_shards(grads: ModuleType) -> None:
     package = vars(sys.modules.get(grads.__name__.rpartition(".")[0], grads))
     if package.get("grad_norm") is original:
         package["grad_norm"] = grads.grad_norm
+
+
+def know_mxfp8(connector: ModuleType) -> None:
+    """Make a connector module of Lightning take ``precision="mxfp8"``. Idempotent."""
+    convert = connector._convert_precision_to_unified_args
+    kind = getattr(connector, "_AcceleratorConnector", None) or connector._Connector
+    if hasattr(kind._check_and_init_precision, _MARK):
+        return
+
+    @functools.wraps(convert)
+    def convert_all(precision: Any) -> Any:
+        return precision if precision == "mxfp8" else convert(precision)
+
+    original = kind._check_and_init_precision
+
+    @functools.wraps(original)
+    def check(self: Any) -> Any:
+        flag = "_precision_flag" if hasattr(self, "_precision_flag") else "_precision_input"
+        if getattr(self, flag) != "mxfp8":
+            return original(self)
+        from lightning_sshsdp.environment import StrategyMixin
+        from lightning_sshsdp.precision import mxfp8_plugin
+
+        if not isinstance(self.strategy, StrategyMixin):
+            raise ValueError(
+                f"precision='mxfp8' is the sshsdp strategy's, not {type(self.strategy).__name__}'s:"
+                " add strategy='sshsdp'"
+            )
+        # Activations, norms and what is not quantized are in bfloat16 and float32.
+        setattr(self, flag, "bf16-mixed")
+        return mxfp8_plugin(original(self))
+
+    connector._convert_precision_to_unified_args = convert_all
+    kind._check_and_init_precision = _marked(check)
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:

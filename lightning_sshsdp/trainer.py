@@ -44,6 +44,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
         checkpoint: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        precision: Literal["mxfp8"] | None = None,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -67,6 +68,9 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
                 load. ``"full"``: one ordinary ``.ckpt`` file, assembled on rank 0.
             process_group_backend: Default: nccl on CUDA, gloo on CPU.
             timeout: For collectives of the default process group.
+            precision: ``"mxfp8"``: linear layers of the repeated blocks in MXFP8; the rest is in
+                the Trainer's ``precision``. ``Trainer(precision="mxfp8")`` is the same, with
+                ``"bf16-mixed"`` for the rest.
             accelerator: As for any Lightning strategy; usually left to the Trainer.
             parallel_devices: Likewise.
             cluster_environment: Likewise.
@@ -82,6 +86,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
             checkpoint=checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            precision=precision,
         )
         self._init_loading()
         self._check_checkpoint_io(checkpoint_io)
@@ -169,7 +174,7 @@ class TrainerStrategyMixin(CheckpointMixin, StrategyMixin):
 
     def shard_module(self) -> sshsdp.Engine:
         """Shard the current LightningModule, unless it is. Collective."""
-        return self._shard(self.lightning_module, self.precision_plugin.precision)
+        return self._shard(self.lightning_module, self.precision_plugin)
 
     def model_to_device(self) -> None:
         """Nothing to do: the engine has moved everything."""

@@ -89,11 +89,10 @@ def _choose(slot: ParameterSlot, unit: str, runtime: RuntimePolicy) -> FormatCho
         for pattern, runtime_format in runtime.formats.items()
         if fnmatchcase(alias, pattern)
     ]
-    if matches:
-        pattern, chosen = matches[0]
+    problem = _why_not(slot, dense)
+    for pattern, chosen in matches:
         if isinstance(chosen, DenseFormat):
             return FormatChoice(chosen, f"pattern {pattern!r}")
-        problem = _why_not(slot, dense)
         if problem is None:
             return FormatChoice(chosen, f"pattern {pattern!r}")
         if pattern in slot.aliases:
@@ -102,10 +101,10 @@ def _choose(slot: ParameterSlot, unit: str, runtime: RuntimePolicy) -> FormatCho
                 f"{slot.shape} cannot be in MXFP8: {problem}. Leave it out, or give it a "
                 "sshsdp.DenseFormat"
             )
-        return FormatChoice(dense, problem)
+        # A wildcard that also catches norms says nothing about them.
     if runtime.format is None:
-        return FormatChoice(dense)
-    problem = _why_not(slot, dense) or _why_not_by_default(slot, unit)
+        return FormatChoice(dense, (problem or "") if matches else "")
+    problem = problem or _why_not_by_default(slot, unit)
     assert isinstance(runtime.format, MXFP8Format)
     return FormatChoice(dense, problem) if problem else FormatChoice(runtime.format)
 
