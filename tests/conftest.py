@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests; what needs a GPU is skipped where there is none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 # As in the workers: sums over several threads round otherwise, and references must not differ.
 torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 class Workers:

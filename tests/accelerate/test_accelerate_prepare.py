@@ -68,6 +68,9 @@ def _prepare_in_many_ways() -> None:
 
 
 def test_models_and_optimizers_may_be_prepared_in_any_order_and_grouping(two_ranks: Ranks) -> None:
+    """Optimizers were made anew (huggingface/accelerate#1902), or lost state that they make at once
+    (huggingface/accelerate#3855).
+    """
     two_ranks.run(_prepare_in_many_ways)
 
 
@@ -171,6 +174,7 @@ def _evaluate_then_train() -> None:
 
 
 def test_a_model_prepared_for_evaluation_can_be_trained_later(two_ranks: Ranks) -> None:
+    """A forward before the optimizer was made kept it from training: pytorch/pytorch#149205."""
     two_ranks.run(_evaluate_then_train)
 
 

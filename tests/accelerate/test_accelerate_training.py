@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.engine.space_format import BlockSpaceFormat
@@ -60,6 +60,34 @@ def test_accumulated_micro_batches_equal_ddp(two_ranks: Ranks, kind: str) -> Non
 def test_micro_batches_that_are_reduced_one_by_one_equal_ddp(two_ranks: Ranks) -> None:
     accumulation = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
     two_ranks.run(_assert_trains_like_ddp, "llama", {"gradient_accumulation_plugin": accumulation})
+
+
+def _norm_of_accumulated(precision: str, parts: int) -> float:
+    scaling = GradScalerKwargs(init_scale=256.0)
+    accelerator = new_accelerator(
+        "ours",
+        mixed_precision=precision,
+        gradient_accumulation_steps=parts,
+        kwargs_handlers=[scaling],
+    )
+    model = make("llama")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    batch = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+    for part in batch.chunk(parts):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=part, labels=part).loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert norm is not None
+    return norm.item()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_micro_batches_give_the_gradient_of_one_batch(two_ranks: Ranks, precision: str) -> None:
+    """Runs with accumulation collapsed in fp16: huggingface/accelerate#2866."""
+    whole, parts = (two_ranks.run(_norm_of_accumulated, precision, n)[0] for n in (1, 4))
+    assert parts == pytest.approx(whole, rel=1e-6 if precision == "no" else 2.0**-8)
 
 
 def test_frozen_parts_equal_ddp(two_ranks: Ranks) -> None:
@@ -133,8 +161,6 @@ def test_a_model_loaded_in_bf16_gets_fp32_masters_under_mixed_precision(two_rank
 
 
 def _train_fp16_with_one_overflow() -> None:
-    from accelerate.utils import GradScalerKwargs
-
     scaling = GradScalerKwargs(init_scale=1024.0, growth_interval=1000)
     accelerator = new_accelerator("ours", mixed_precision="fp16", kwargs_handlers=[scaling])
     model = make("llama")
@@ -146,9 +172,16 @@ def _train_fp16_with_one_overflow() -> None:
     for index in range(4):
         batch = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
         loss = model(input_ids=batch, labels=batch).loss
-        # Only one rank overflows, and only one may see that in its part of the gradients.
+        # A single gradient overflows, on rank 1, and lies in the shard of one rank.
         overflows = index == 2 and accelerator.process_index == 1
-        accelerator.backward(loss * float("inf") if overflows else loss)
+        handle = model.model.norm.weight.register_hook(
+            lambda grad, factor=float("inf") if overflows else 1.0: grad * factor
+        )
+        accelerator.backward(loss)
+        handle.remove()
+        if index == 2:
+            bad = [not torch.isfinite(p.grad).all() for _, p in engine.update_parameters()]
+            assert accelerator.gather(torch.tensor([any(bad)])).sum() == 1
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         assert bool(torch.isfinite(norm)) == (index != 2)
         before = {name: p.tensor.clone() for name, p in engine.update_parameters()}
