@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
 
     import sshsdp
     from accelerate_sshsdp.accelerator import Accelerator
@@ -60,12 +61,6 @@ def attach(engine: sshsdp.Engine, optimizers: Sequence[torch.optim.Optimizer]) -
     """
     if not optimizers:
         return
-    for one in optimizers:
-        if isinstance(one, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS needs dot products over all parameters, which no rank has here: use another "
-                "optimizer"
-            )
     wanted = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     for former in engine.optimizers:
         # Those of an earlier training, which `free_memory` has made the accelerator forget.

@@ -141,6 +141,52 @@ def test_new_ranks_accumulate_in_step_with_the_others(
     assert resumed == pytest.approx(losses, rel=1e-2)
 
 
+def _muon_with_adamw(which: str, folder: Path) -> list[float]:
+    """Two optimizers of one model, prepared apart; ours is saved and resumed half-way."""
+    batch = torch.arange(24).view(2, 12) + dist.get_rank()
+
+    def prepare() -> tuple[Any, ...]:
+        accelerator = new_accelerator(which)
+        model = make("llama")
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+        muon = accelerator.prepare(torch.optim.Muon(matrices, lr=1e-2))
+        model = accelerator.prepare(model)
+        return accelerator, model, muon, accelerator.prepare(torch.optim.AdamW(others, lr=1e-2))
+
+    def train(num_steps: int) -> list[float]:
+        losses = []
+        for _ in range(num_steps):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for one in (muon, adamw):
+                one.step()
+                one.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    accelerator, model, muon, adamw = prepare()
+    losses = train(2)
+    if which == "ours":
+        accelerator.save_state(folder)
+        expected = train(2)
+        accelerator, model, muon, adamw = prepare()
+        accelerator.load_state(folder)
+        assert train(2) == expected
+        return losses + expected
+    return losses + train(2)
+
+
+def test_two_optimizers_of_one_model_train_as_in_ddp_and_resume(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    ours, theirs = (
+        two_ranks.run(_muon_with_adamw, which, tmp_path / "state")[0] for which in ("ours", "ddp")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 # Others' checkpoints
 
 

@@ -295,7 +295,7 @@ def _mistakes() -> None:
     accelerator._optimizers.clear()
     with pytest.raises(RuntimeError, match="no optimizer of Pair has been prepared"):
         accelerator.clip_grad_norm_(a.parameters(), 1.0)
-    with pytest.raises(ValueError, match="LBFGS needs dot products"):
+    with pytest.raises(ValueError, match="LBFGS cannot train a sharded model"):
         accelerator.prepare(torch.optim.LBFGS(a.parameters()))
     accelerator._optimizers.clear()
     optimizer = accelerator.prepare(torch.optim.Adam(a.parameters()))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
+from torch import nn
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.engine.space_format import BlockSpaceFormat
-from tests.accelerate.models import LENGTH, VOCABULARY, llama, make
+from tests.accelerate.models import LENGTH, VOCABULARY, Pair, llama, loader, make
 from tests.accelerate.training import new_accelerator, train
 
 if TYPE_CHECKING:
@@ -199,3 +200,58 @@ def _train_fp16_with_one_overflow() -> None:
 
 def test_fp16_skips_a_step_on_all_ranks_if_one_overflows(two_ranks: Ranks) -> None:
     two_ranks.run(_train_fp16_with_one_overflow)
+
+
+def _distil(kind: str) -> list[float]:
+    accelerator = new_accelerator(kind, gradient_accumulation_steps=2)
+    teacher = make("llama", seed=1).requires_grad_(False).eval()
+    model = make("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader("llama"))
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            with torch.no_grad():
+                target = teacher(**batch).logits
+            loss = (model(**batch).logits - target).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses
+
+
+def _play_against_each_other(kind: str) -> list[float]:
+    accelerator = new_accelerator(kind)
+    torch.manual_seed(0)
+    generator, critic = Pair(), nn.Sequential(Pair(), nn.Linear(6, 1))
+    steps = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (generator, critic)]
+    generator, critic, generator_step, critic_step = accelerator.prepare(generator, critic, *steps)
+    numbers = torch.Generator().manual_seed(accelerator.process_index)
+    losses = []
+    for _ in range(4):
+        real, noise = torch.randn(2, 4, 6, generator=numbers)
+        fake = generator(noise)
+        # Two forwards of the critic before its backward.
+        critic_loss = (critic(fake.detach()) - critic(real)).mean() + critic(real).square().mean()
+        accelerator.backward(critic_loss)
+        accelerator.clip_grad_norm_(critic.parameters(), 0.1)
+        critic_step.step()
+        critic_step.zero_grad()
+        # The critic's gradients of this backward are not wanted.
+        loss = -critic(fake).mean()
+        accelerator.backward(loss)
+        generator_step.step()
+        generator_step.zero_grad()
+        critic_step.zero_grad()
+        both = torch.stack([critic_loss.detach(), loss.detach()])
+        losses += accelerator.reduce(both, "mean").tolist()
+    return losses
+
+
+@pytest.mark.parametrize("train_both", [_distil, _play_against_each_other])
+def test_two_models_equal_ddp(two_ranks: Ranks, train_both: Any) -> None:
+    """A frozen teacher; a critic that is run three times and passes gradients on."""
+    ours, theirs = (two_ranks.run(train_both, kind)[0] for kind in ("ours", "ddp"))
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
