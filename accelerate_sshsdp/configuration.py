@@ -92,12 +92,23 @@ def read_file(path: Path) -> Configuration | None:
 
 
 def current() -> Configuration | None:
-    """The configuration that this process was started with, if it is meant for SS-HSDP."""
+    """The configuration that this process was started with, if it is meant for SS-HSDP.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It has a key or a value that means nothing, or ``SSHSDP_CONFIG_FILE`` is a file
+            that is not meant for SS-HSDP.
+    """
     launch = _find_launch()
     variable = os.environ.get(CONFIG_FILE_VARIABLE)
     path = Path(variable).expanduser() if variable else launch.path
     configuration = None if path is None else read_file(path)
     if configuration is None:
+        if variable:
+            raise ValueError(
+                f"{CONFIG_FILE_VARIABLE}: {path} has no keys for SS-HSDP (fsdp_config with "
+                f"{MARK}...): write a file with `accelerate-sshsdp config`"
+            )
         return None
     return replace(configuration, settings={**configuration.settings, **launch.options})
 

@@ -45,7 +45,7 @@ def ask_configuration() -> ClusterConfig:
     if not _ask(
         "defaults", "Keep the defaults of SS-HSDP for everything else? [YES/no]: ", flag, True
     ):
-        answers = _ask_settings(place["num_processes"])
+        answers = _ask_settings(place["num_processes"], precision)
     if precision == "mxfp8":
         # Accelerate's launcher knows no such precision: bf16 it is, for all that is not in MXFP8.
         answers["runtime_format"], precision = "mxfp8", "bf16"
@@ -95,27 +95,43 @@ def _ask_place() -> dict[str, Any]:
     return place
 
 
-def _ask_settings(num_processes: int) -> dict[str, Any]:
+def _ask_settings(num_processes: int, precision: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
+
+    def check_sizes() -> None:
+        SSHSDPPlugin(
+            replicate_size=answers["replicate_size"] or "auto",
+            shard_size=answers["shard_size"] or "auto",
+        ).mesh_sizes(num_processes)
+
+    def check_format() -> None:
+        dtype = answers["runtime_dtype"] or "auto"
+        is_half = dtype == "float16" or (dtype == "auto" and precision == "fp16")
+        is_quantized = answers["runtime_format"] == "mxfp8" or precision == "mxfp8"
+        if is_quantized and (is_half or dtype == "float64"):
+            raise ValueError(
+                "runtime_format=mxfp8 computes in float32 or bfloat16, and runtime_dtype or "
+                "mixed_precision says otherwise"
+            )
+
     for name, setting in SETTINGS.items():
         answers[name] = _ask_setting(setting)
-        if name == _SIZES[-1]:
-            _ask_sizes_again(answers, num_processes)
+        if name == "shard_size":
+            _ask_again(_SIZES, answers, check_sizes)
+        if name == "runtime_format":
+            _ask_again(("runtime_dtype", "runtime_format"), answers, check_format)
     return answers
 
 
-def _ask_sizes_again(answers: dict[str, Any], num_processes: int) -> None:
-    """Until both sizes together make up the world."""
+def _ask_again(names: tuple[str, ...], answers: dict[str, Any], check: Callable[[], None]) -> None:
+    """Until answers that depend on each other go together."""
     while True:
         try:
-            SSHSDPPlugin(
-                replicate_size=answers["replicate_size"] or "auto",
-                shard_size=answers["shard_size"] or "auto",
-            ).mesh_sizes(num_processes)
+            check()
             return
         except ValueError as error:
             print(error)
-        for name in _SIZES:
+        for name in names:
             answers[name] = _ask_setting(SETTINGS[name])
 
 

@@ -145,12 +145,14 @@ def test_wrong_answers_are_refused_with_the_name_and_asked_again(
         "offload": "disk",
         "activation_checkpointing": "2",
     }
-    answers = ["some", "", "maybe", "yes", "none", "2", "fp8", "no", "no"]
-    for name, (right, _) in ANSWERS.items():
+    answers = ["some", "", "maybe", "yes", "none", "2", "fp8", "fp16", "no"]
+    for name, (right, _) in (ANSWERS | {"runtime_dtype": ("auto", None)}).items():
         answers += [wrong[name], right] if name in wrong else [right]
         if name == "shard_size":
             # Each is right, and together they are not.
             answers[-1:] = ["2", "2", "1"]
+        if name == "runtime_format":
+            answers[-1:] = ["mxfp8", "float32", "auto"]
     with pytest.raises(SystemExit, match="nothing was written"):
         ask(monkeypatch, tmp_path / "x.yaml", answers[:5])
     assert not (tmp_path / "x.yaml").exists()
@@ -166,6 +168,7 @@ def test_wrong_answers_are_refused_with_the_name_and_asked_again(
             for line in said.splitlines()
         ), name
     assert "make 2 x 2 ranks, but there are 2" in said
+    assert "runtime_format=mxfp8 computes in float32 or bfloat16" in said
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,9 @@ def test_a_wrong_file_is_refused_with_the_names_of_file_and_field(
         SSHSDPPlugin()
     monkeypatch.setenv("SSHSDP_CONFIG_FILE", str(tmp_path / "y.yaml"))
     with pytest.raises(FileNotFoundError, match="there is no configuration file"):
+        SSHSDPPlugin()
+    (tmp_path / "y.yaml").write_text("distributed_type: MULTI_GPU")
+    with pytest.raises(ValueError, match=r"SSHSDP_CONFIG_FILE: .*y\.yaml has no keys for SS-HSDP"):
         SSHSDPPlugin()
 
 
