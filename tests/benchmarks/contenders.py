@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,10 +75,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _sshsdp(*, native: bool) -> Contender:
+def _sshsdp(*, native: bool = False, runtime_format: Literal["mxfp8"] | None = None) -> Contender:
     os.environ["SSHSDP_NATIVE_COLLECTIVES"] = "1" if native else "0"
     model = Decoder()
-    engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    runtime = sshsdp.RuntimePolicy(dtype=torch.float32, format=runtime_format)
+    engine = sshsdp.shard(model, runtime=runtime)
     return Contender(model, engine.attach(_adamw(model)), engine)
 
 
@@ -138,8 +139,9 @@ def _alone() -> Contender:
 
 
 CONTENDERS: dict[str, Callable[[], Contender]] = {
-    "sshsdp": lambda: _sshsdp(native=False),
+    "sshsdp": _sshsdp,
     "sshsdp, native collectives": lambda: _sshsdp(native=True),
+    "sshsdp, MXFP8 on the wire": lambda: _sshsdp(runtime_format="mxfp8"),
     "FSDP2": lambda: _fsdp2(point_to_point=False),
     "FSDP2, point to point": lambda: _fsdp2(point_to_point=True),
     "compute alone": _alone,

@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 WORLD_SIZE = 2
 
 
-def _join(rank: int, port: int) -> None:
+def join(rank: int, port: int) -> int:
+    """Make this process a rank, of how many is returned."""
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE)
     )
     dist.init_process_group("gloo")
+    return WORLD_SIZE
 
 
 def _timed(action: Callable[[], None]) -> float:
@@ -64,7 +66,7 @@ def _raw_collectives(parameter_bytes: int, num_all_gathers: int) -> Callable[[],
 
 
 def _time_worker(rank: int, port: int, rounds: int, tokens: int, results: SimpleQueue[Any]) -> None:
-    _join(rank, port)
+    join(rank, port)
     contenders = {name: make(name) for name in CONTENDERS}
     nbytes = sum(p.numel() * 4 for p in contenders["compute alone"].model.parameters())
     generator = torch.Generator().manual_seed(rank)
@@ -97,7 +99,7 @@ def _time_worker(rank: int, port: int, rounds: int, tokens: int, results: Simple
 
 
 def _muon_worker(rank: int, port: int, rounds: int, tokens: int, results: SimpleQueue[Any]) -> None:
-    _join(rank, port)
+    join(rank, port)
     contenders = {name: make_one() for name, make_one in MUON_CONTENDERS.items()}
     generator = torch.Generator().manual_seed(rank)
     batches = [torch.randint(0, MUON_VOCABULARY, (1, tokens), generator=generator)]
@@ -120,7 +122,7 @@ def _muon_worker(rank: int, port: int, rounds: int, tokens: int, results: Simple
 
 
 def _memory_worker(rank: int, port: int, name: str, tokens: int, results: SimpleQueue[Any]) -> None:
-    _join(rank, port)
+    join(rank, port)
     contender = make(name)
     generator = torch.Generator().manual_seed(rank)
     batch = [torch.randint(0, VOCABULARY, (1, tokens), generator=generator)]
@@ -138,16 +140,17 @@ def measure(rounds: int, tokens: int) -> dict[str, Any]:
         rounds: Timed rounds after one to warm up.
         tokens: Tokens in each micro-batch.
     """
-    report: dict[str, Any] = _run(_time_worker, rounds, tokens)
+    report: dict[str, Any] = run(_time_worker, rounds, tokens)
     report["peak_rss_bytes"] = {
-        name: _run(_memory_worker, name, tokens) for name in ("sshsdp", "FSDP2", "compute alone")
+        name: run(_memory_worker, name, tokens) for name in ("sshsdp", "FSDP2", "compute alone")
     }
-    report["muon_seconds"] = _run(_muon_worker, rounds, tokens)
+    report["muon_seconds"] = run(_muon_worker, rounds, tokens)
     report["torch"] = torch.__version__
     return report
 
 
-def _run(worker: Callable[..., None], *args: Any) -> Any:
+def run(worker: Callable[..., None], *args: Any) -> Any:
+    """Call ``worker(rank, port, *args, results)`` on all ranks, and give what one of them put."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -100,6 +100,10 @@ class RuntimeSide(ABC):
         """Give the gather output back."""
 
     @abstractmethod
+    def free_what_only_forward_reads(self) -> None:
+        """Give back what backward would not read, if that is apart."""
+
+    @abstractmethod
     def publish(self, masters: torch.Tensor) -> int:
         """Write this rank's slice from its update shard; returns the bytes written."""
 
@@ -180,6 +184,9 @@ class DenseSide(RuntimeSide):
     def free(self) -> None:
         """See `RuntimeSide.free`."""
         self.gathered.free()
+
+    def free_what_only_forward_reads(self) -> None:
+        """See `RuntimeSide.free_what_only_forward_reads`: both directions read the same bytes."""
 
     def publish(self, masters: torch.Tensor) -> int:
         """See `RuntimeSide.publish`: one cast."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sshsdp.engine.unit import Unit
     from sshsdp.stats import Stats
 
-    MayFree = Callable[[Unit], bool]
+    LetGo = Callable[[Unit], None]
 
 __all__ = ["Schedule"]
 
@@ -68,31 +68,30 @@ class _Walk:
                 self.ahead.append(unit)
             self.next += 1
 
-    def advance_to(self, unit: Unit, prefetch: int, may_free: MayFree) -> None:
+    def advance_to(self, unit: Unit, prefetch: int, let_go: LetGo) -> None:
         """Have ``unit``, after every unit whose turn is before it, and look ahead."""
         position = self.position.get(unit, -1)
         if position >= self.next:
             self.start(position + 1 - self.next)
         if unit in self.ahead:
             self.ahead.remove(unit)
-        self.drop_ahead(position, may_free)
+        self.drop_ahead(position, let_go)
         unit.wait(self.reads(unit))
         if 0 <= position < self.next:
             self.start(max(position + 1 + prefetch - self.next, 0))
 
-    def drop_ahead(self, position: int, may_free: MayFree) -> None:
+    def drop_ahead(self, position: int, let_go: LetGo) -> None:
         """Let go of units that were gathered in front of ``position`` and not used."""
         for unit in [unit for unit in self.ahead if self.position[unit] < position]:
             self.ahead.remove(unit)
-            if may_free(unit):
-                unit.free()
+            let_go(unit)
 
-    def finish(self, may_free: MayFree) -> None:
+    def finish(self, let_go: LetGo) -> None:
         """Gather and let go of all that is left."""
         while self.next < len(self.order):
             self.start(1)
-            self.drop_ahead(self.next, may_free)
-        self.drop_ahead(self.next, may_free)
+            self.drop_ahead(self.next, let_go)
+        self.drop_ahead(self.next, let_go)
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
@@ -195,11 +194,10 @@ class Schedule:
         """The root module's forward is over, or has raised."""
         self._pass_depth = max(self._pass_depth - 1, 0)
         if self._pass_depth == 0 and not self.is_pinned:
-            self._forward.finish(self._may_free_after_forward)
+            self._forward.finish(self._let_go_after_forward)
             # Without grad, nothing else frees what was gathered out of turn.
             for unit in self.units:
-                if self._may_free_after_forward(unit):
-                    unit.free()
+                self._let_go_after_forward(unit)
 
     def before_forward(self, unit: Unit, *, is_recompute: bool) -> None:
         """Have the unit's parameters; start the next one's gather."""
@@ -210,7 +208,7 @@ class Schedule:
             self._enter(unit)
         else:
             self._note(unit, "forward")
-            self._forward.advance_to(unit, self._prefetch, self._may_free_after_forward)
+            self._forward.advance_to(unit, self._prefetch, self._let_go_after_forward)
         if self._pass_has_grad and not torch.is_grad_enabled() and not is_recompute:
             unit.num_expected_recomputes += 1
         self.note_peaks()
@@ -222,15 +220,17 @@ class Schedule:
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit, if the policy says so."""
-        if self._may_free_after_forward(unit) and not self.is_pinned:
-            unit.free()
+        if not self.is_pinned:
+            self._let_go_after_forward(unit)
 
-    def _may_free_after_forward(self, unit: Unit) -> bool:
+    def _let_go_after_forward(self, unit: Unit) -> None:
         # An evaluation may come between a forward and its backward, which nothing gathers it for.
         if not self._reshard_after_forward or unit.kept_for_backward:
-            return False
-        keeps = unit.is_root or unit is self._turning_point
-        return not (keeps and torch.is_grad_enabled())
+            return
+        if not torch.is_grad_enabled() or not (unit.is_root or unit is self._turning_point):
+            unit.free()
+        elif not unit.is_root and not unit.recomputes:
+            unit.free_what_only_forward_reads()
 
     # Backward
 
@@ -263,7 +263,7 @@ class Schedule:
         self._note(unit, "backward")
         if self._swept_pass != pass_id:
             if self._swept_pass is not None:
-                self._backward.finish(self._may_free_in_backward)
+                self._backward.finish(self._let_go_in_backward)
             self._swept_pass = pass_id
             self._backward.next = 0
         self._enter(unit)
@@ -274,12 +274,13 @@ class Schedule:
         if self.is_synchronizing and self._in_backward:
             self._reduce_due_units(self._backward.position.get(unit, -1))
         if not self.is_pinned:
-            self._backward.advance_to(unit, self._prefetch, self._may_free_in_backward)
+            self._backward.advance_to(unit, self._prefetch, self._let_go_in_backward)
 
-    def _may_free_in_backward(self, unit: Unit) -> bool:
+    def _let_go_in_backward(self, unit: Unit) -> None:
         # One whose backward may come late is not gathered a second time, which no peer would join.
         is_awaited = unit.num_pending_backwards > 0 and unit not in self._entered
-        return not (unit.kept_for_backward or is_awaited)
+        if not (unit.kept_for_backward or is_awaited):
+            unit.free()
 
     def after_backward(self, unit: Unit, *, is_certain: bool = True) -> None:
         """The backward of one of the unit's calls is over: free it, and reduce what is complete.
@@ -357,7 +358,7 @@ class Schedule:
 
     def _end_backward(self) -> None:
         if not self.is_pinned:
-            self._backward.finish(self._may_free_in_backward)
+            self._backward.finish(self._let_go_in_backward)
         if self.is_synchronizing and self._has_gradients():
             for unit in self._reduction[self._num_reduced :]:
                 self._reduce(unit)

@@ -184,6 +184,11 @@ class BlockSide(RuntimeSide):
         self._stand_in.free()
         self._is_dense = False
 
+    def free_what_only_forward_reads(self) -> None:
+        """See `RuntimeSide.free_what_only_forward_reads`: the rowwise sections."""
+        for section in self._all_sections(Reads.FORWARD):
+            section.gathered.free()
+
     # Writing
 
     def publish(self, masters: torch.Tensor) -> int:

@@ -142,6 +142,15 @@ class Unit:
         self.state = UnitState.SHARDED
         self.reads = Reads.NOTHING
 
+    def free_what_only_forward_reads(self) -> None:
+        """Give back what backward would not read; the rest stays gathered."""
+        if self.state is not UnitState.SHARDED and Reads.FORWARD in self.reads:
+            self.wait(self.reads)
+            for space in self.spaces:
+                space.runtime.free_what_only_forward_reads()
+            if any(space.runtime.splits_reads for space in self.spaces):
+                self.reads &= ~Reads.FORWARD
+
     def forget_calls(self) -> None:
         """Drop what was noted of forward calls."""
         self.num_pending_backwards = 0
