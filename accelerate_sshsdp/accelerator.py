@@ -158,6 +158,8 @@ class Accelerator(GradientsMixin, CheckpointsMixin, ExportsMixin, accelerate.Acc
             evaluation_mode: Makes no difference: a model that is only evaluated is sharded too, and
                 may be trained later.
         """
+        if any(model is one for one in self._models):
+            return model
         if engine_of(model) is None and not getattr(model, "_is_accelerate_prepared", False):
             if self.verify_device_map(model):
                 raise ValueError(

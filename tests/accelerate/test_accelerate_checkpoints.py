@@ -233,8 +233,8 @@ def _accelerate_fsdp2(folder: Path, saves: bool) -> list[float]:
         return losses
 
     if not saves:
-        fsdp_utils.load_fsdp_model(plugin, host, model, folder)
-        fsdp_utils.load_fsdp_optimizer(plugin, host, optimizer, model, folder)
+        fsdp_utils.load_fsdp_model(plugin, host, model, str(folder))
+        fsdp_utils.load_fsdp_optimizer(plugin, host, optimizer, model, str(folder))
         return train(3)
     train(2)
     fsdp_utils.save_fsdp_model(plugin, host, model, folder)
