@@ -22,6 +22,7 @@ from sshsdp.layout.optimization_units import OptimizationUnit, Split
 from sshsdp.optim.granularity import register_optimizer
 from sshsdp.packs import Pack, find_packs
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
+from sshsdp.pretrained import from_pretrained
 from sshsdp.stats import Stats
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "checkpoint_directory",
     "find_checkpoint",
     "find_packs",
+    "from_pretrained",
     "on_rank_0",
     "read_checkpoint",
     "register_optimizer",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sshsdp.formats.mxfp8_gemm import GemmBackend
     from sshsdp.layout.address_space import AddressSpace
 
-__all__ = ["shard"]
+__all__ = ["shard", "shard_without_values"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,36 @@ def shard(
         ValueError: A mesh that does not fit the world, an unknown pattern, a parameter that cannot
             be sharded.
     """
+    return _build(model, mesh, units, runtime, update, device, takes_values=True)
+
+
+def shard_without_values(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    units: UnitRule = None,
+    runtime: RuntimePolicy | None = None,
+    update: UpdatePolicy | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Engine:
+    """`shard` for a caller that fills the parameters of a meta model itself.
+
+    No parameter is ever whole. Buffers are initialised; parameters are zero until the caller has
+    written them, by way of ``engine.model_state_dict()`` and ``engine.after_load()``.
+    """
+    return _build(model, mesh, units, runtime, update, device, takes_values=False)
+
+
+def _build(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    units: UnitRule,
+    runtime: RuntimePolicy | None,
+    update: UpdatePolicy | None,
+    device: torch.device | str | None,
+    *,
+    takes_values: bool,
+) -> Engine:
     runtime = runtime or RuntimePolicy()
     update = update or UpdatePolicy()
     target = None if device is None else torch.device(device)
@@ -110,12 +140,13 @@ def shard(
         plans = _plan_units(modules, unit_of, packs, formats, mesh_sizes(mesh, update))
     except Exception as caught:
         error = caught
-    agree(_describe(model, mesh, slots, plans, runtime, update), error, "sshsdp.shard()")
+    caller = "sshsdp.shard()" if takes_values else "sshsdp.from_pretrained()"
+    agree(_describe(model, mesh, slots, plans, runtime, update), error, caller)
 
     stats = Stats()
     topology = Topology.build(mesh, target, stats, update)
     _log_formats(choices, runtime)
-    built = _Builder(model, topology, update, stats).build(plans)
+    built = _Builder(model, topology, update, stats, takes_values=takes_values).build(plans)
     _place_buffers(model, topology)
     return Engine(model, built, topology, runtime, update, stats)
 
@@ -255,12 +286,19 @@ class _Builder:
     """Makes the units one after another, so that one unit at a time is held whole."""
 
     def __init__(
-        self, model: nn.Module, topology: Topology, update: UpdatePolicy, stats: Stats
+        self,
+        model: nn.Module,
+        topology: Topology,
+        update: UpdatePolicy,
+        stats: Stats,
+        *,
+        takes_values: bool,
     ) -> None:
         self._model = model
         self._topology = topology
         self._update = update
         self._stats = stats
+        self._takes_values = takes_values
         from_rank_0: list[bool] = [holds_meta(model)]
         dist.broadcast_object_list(from_rank_0, group=topology.world.group, group_src=0)
         self._initializes = from_rank_0[0]
@@ -274,7 +312,7 @@ class _Builder:
         ]
 
     def _spaces(self, plan: _UnitPlan) -> list[ShardedSpace]:
-        if self._initializes:
+        if self._initializes and self._takes_values:
             slots = [slot for space in plan.spaces for slot in space.slots]
             materialize(self._model, [], slots, self._topology.device)
         return [self._space(plan.name, space) for space in plan.spaces]
@@ -283,7 +321,7 @@ class _Builder:
         topology, layout, dtype = self._topology, plan.layout, plan.space_format.dtype
         update_dtype = self._update.dtype or dtype
         values = None
-        if topology.world.rank == 0:
+        if self._takes_values and topology.world.rank == 0:
             kept_dtype = update_dtype if plan.trainable else dtype
             values = torch.zeros(layout.numel, dtype=kept_dtype, device=topology.device)
             with torch.no_grad():
@@ -303,7 +341,10 @@ class _Builder:
             stats=self._stats,
             packs=plan.packs,
         )
-        space.scatter(values)
+        if self._takes_values:
+            space.scatter(values)
+        else:
+            space.clear()
         return space
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from sshsdp.engine.slots import ParameterSlot
 
-__all__ = ["holds_meta", "materialize"]
+__all__ = ["holds_meta", "initial_value", "materialize"]
 
 
 def holds_meta(model: nn.Module) -> bool:
@@ -51,6 +51,18 @@ def materialize(
     for module in dict.fromkeys(touched):
         with torch.no_grad(), _stand_ins(module, device):
             _initializer(model, module)()
+
+
+def initial_value(model: nn.Module, slot: ParameterSlot, device: torch.device) -> torch.Tensor:
+    """The value that its module gives to a sharded parameter, whole.
+
+    Raises:
+        ValueError: The module has no way to initialise it.
+    """
+    module, attribute = slot.holders[0]
+    with torch.no_grad(), _stand_ins(module, device):
+        _initializer(model, module)()
+        return module._parameters[attribute].detach()  # type: ignore[union-attr]  # has a slot
 
 
 @contextlib.contextmanager

@@ -302,6 +302,15 @@ class ShardedSpace:
 
     # Whole values, for construction, checkpoints and new layouts
 
+    def clear(self) -> None:
+        """Have zeros on this rank, padding included."""
+        with torch.no_grad():
+            if self.trainable:
+                self.update_shard.zero_()
+                self.publish()
+            else:
+                self.runtime.write(torch.zeros_like(self.runtime.values()))
+
     def scatter(self, values: torch.Tensor | None) -> None:
         """Take rank 0's ``values`` (address space order, update dtype; ignored elsewhere)."""
         self._write(self._scatter_shard(values, self.update_dtype))
