@@ -29,7 +29,7 @@ from sshsdp.engine.build import shard_without_values
 from sshsdp.engine.materialize import initial_value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -70,7 +70,11 @@ def from_pretrained(
         cls: A model class of transformers, or an auto class.
         directory: With ``config.json`` and ``model.safetensors``, or
             ``model.safetensors.index.json`` and its files.
-        mesh: As in `shard`; so are ``units``, ``runtime``, ``update`` and ``device``.
+        mesh: As in `shard`.
+        units: As in `shard`.
+        runtime: As in `shard`.
+        update: As in `shard`.
+        device: As in `shard`.
         config: Instead of the directory's own.
         **kwargs: For the model's construction, such as ``attn_implementation`` or ``dtype`` (what
             dtypes of a policy are that are None; default: the config's).
@@ -126,7 +130,7 @@ def _on_meta(
 def _match(model: nn.Module, files: SafetensorsFiles) -> dict[str, str]:
     """``{name in the model: key in the files}``; logs what differs on rank 0."""
     state = model.state_dict(keep_vars=True)
-    found = {_name_of(key, model, state): key for key in files.shapes}
+    found = _names(files.shapes, model, state)
     sources = {name: key for name, key in found.items() if name in state}
     problems = [
         f"{name!r} has shape {tuple(state[name].shape)} in the model and {files.shapes[key]} in "
@@ -151,24 +155,27 @@ def _match(model: nn.Module, files: SafetensorsFiles) -> dict[str, str]:
     return sources
 
 
-def _name_of(key: str, model: Any, state: Mapping[str, Any]) -> str:
-    """What transformers calls a key of a file, old names and prefixes of base models included."""
-    if key in state:
-        return key
+def _names(keys: Iterable[str], model: Any, state: dict[str, Any]) -> dict[str, str]:
+    """What transformers calls the keys of files, by name: old names, prefixes of base models."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
+    transforms: Any = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
-    name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-    if pattern is not None:
-        raise ValueError(
-            f"{_CALLER}: {key!r} must be converted to become (a part of) {name!r} of "
-            f"{type(model).__name__}: load with {type(model).__name__}.from_pretrained(), then "
-            "call sshsdp.shard(model) (or save_pretrained() with save_original_format=False once)"
+    names: dict[str, str] = {}
+    for key in keys:
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
         )
-    return str(name)
+        if pattern is not None:
+            kind = type(model).__name__
+            raise ValueError(
+                f"{_CALLER}: {key!r} must be converted to become {name!r}, or a part of it: load "
+                f"with {kind}.from_pretrained() and call sshsdp.shard(model)"
+            )
+        names[name] = key
+    return names
 
 
 def _initialize(engine: Engine, state: Mapping[str, Any], read: set[int]) -> None:

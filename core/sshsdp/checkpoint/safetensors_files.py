@@ -37,7 +37,7 @@ class SafetensorsFiles:
             if not path.is_file():
                 raise FileNotFoundError(f"{directory / INDEX_NAME} names {path}, which is missing")
             with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  # no mapping
+                for key in file.keys():
                     self.shapes[key] = tuple(file.get_slice(key).get_shape())
                     self._file_of[key] = path
 
