@@ -23,6 +23,7 @@ from sshsdp.optim.granularity import register_optimizer
 from sshsdp.packs import Pack, find_packs
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 from sshsdp.pretrained import from_pretrained
+from sshsdp.pretrained_saving import save_pretrained
 from sshsdp.stats import Stats
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "on_rank_0",
     "read_checkpoint",
     "register_optimizer",
+    "save_pretrained",
     "shard",
     "together",
     "write_checkpoint",

@@ -115,10 +115,9 @@ class WholeModel:
         self._meet("full_state_dict", self._watch.check)
         keeps = not rank0_only or self.topology.world.rank == 0
         parameters: dict[str, torch.Tensor] = {}
-        for space in self.spaces:
-            values = space.collect()
-            for slot in space.slots if keeps else ():
-                whole = space.view_of(slot, values).to("cpu", copy=True).contiguous()
+        for slot, value in self.whole_parameters():
+            if keeps:
+                whole = value.to("cpu", copy=True).contiguous()
                 parameters.update(dict.fromkeys(slot.aliases, whole))
         if not keeps:
             return {}
@@ -128,6 +127,17 @@ class WholeModel:
             else _on_host(kind.read(module, attribute))
             for key, module, attribute, kind in state_entries(self.model)
         }
+
+    def whole_parameters(self) -> Iterator[tuple[ParameterSlot, torch.Tensor]]:
+        """Every parameter whole, on the device, an address space at a time. Collective.
+
+        Every rank has to go through all of it, and to let go of a tensor before the next.
+        """
+        for space in self.spaces:
+            values = space.collect()
+            for slot in space.slots:
+                yield slot, space.view_of(slot, values)
+            del values
 
     def load_full_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True
