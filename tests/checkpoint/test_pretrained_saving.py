@@ -104,6 +104,7 @@ def fail_then_save(folder: Path) -> None:
         (folder / "logs" / "deep" / "events").write_text("x")
     dist.barrier()
     before = contents(folder)
+    dist.barrier()
     calls = 0
 
     def full_disk(*args: Any, **options: Any) -> None:
@@ -119,8 +120,11 @@ def fail_then_save(folder: Path) -> None:
             sshsdp.save_pretrained(engine, folder, max_file_bytes=LIMIT)
     finally:
         pretrained_saving.save_file = save_file
+    # Rank 0 clears up once all know of the failure, and the others do not wait for that.
+    dist.barrier()
     assert contents(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    # No rank may begin the next save while another still looks.
     dist.barrier()
     sshsdp.save_pretrained(engine, folder)
     names = set(contents(folder))
