@@ -27,6 +27,7 @@ from sshsdp.checkpoint.rendezvous import together
 from sshsdp.checkpoint.safetensors_files import SafetensorsFiles
 from sshsdp.engine.build import shard_without_values
 from sshsdp.engine.materialize import initial_value
+from sshsdp.engine.topology import resolve_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -86,8 +87,9 @@ def from_pretrained(
         FileNotFoundError: The directory or a file is not there.
         ValueError: A tensor has another shape than the parameter, or the checkpoint needs a
             conversion: use ``cls.from_pretrained`` and `shard` for it.
-        RuntimeError: Another rank failed or did not call.
+        RuntimeError: No process group; another rank failed or did not call.
     """
+    mesh = resolve_mesh(mesh, None if device is None else torch.device(device))
 
     def prepare() -> tuple[Model, SafetensorsFiles, dict[str, str]]:
         files = SafetensorsFiles.find(directory)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sshsdp
 
@@ -135,6 +136,7 @@ def load_and_compare(folder: Path, kind: str) -> None:
 def test_values_and_a_step_equal_an_ordinary_load(
     workers: Callable[[int], Any], tmp_path: Path, kind: str, shard_size: str
 ) -> None:
+    """Buffers were lost and weights random: huggingface/accelerate#3921, pytorch/pytorch#105840."""
     folder = save(tmp_path, kind, max_shard_size=shard_size)
     assert (folder / "model.safetensors").exists() == (shard_size == "1GB")
     workers(2).run(load_and_compare, folder, kind)
@@ -256,3 +258,34 @@ def test_a_base_model_is_read_out_of_one_with_a_head(
     workers: Callable[[int], Any], tmp_path: Path
 ) -> None:
     workers(2).run(load_base, save(tmp_path, "bert"))
+
+
+def load_on_four(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    cls = MODELS["tied"][0]
+    loaded = sshsdp.from_pretrained(
+        transformers.AutoModelForCausalLM, folder, mesh=mesh, runtime=FP32
+    )
+    assert type(loaded[0]) is cls
+    assert_equal(*loaded, cls.from_pretrained(folder))
+
+
+def test_an_auto_class_loads_on_replicas_of_shards(
+    workers: Callable[[int], Any], tmp_path: Path
+) -> None:
+    workers(4).run(load_on_four, save(tmp_path, "tied"))
+
+
+def test_a_load_before_the_process_group_is_refused(tmp_path: Path) -> None:
+    """Every rank trained on random weights: huggingface/transformers#25686."""
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        sshsdp.from_pretrained(MODELS["llama"][0], save(tmp_path, "llama"))
+
+
+def lack_files(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="neither model"):
+        sshsdp.from_pretrained(MODELS["llama"][0], folder)
+
+
+def test_a_directory_without_files_is_named(workers: Callable[[int], Any], tmp_path: Path) -> None:
+    workers(2).run(lack_files, tmp_path)

@@ -27,6 +27,9 @@ def save(folder: Path, *, width: int, layers: int, vocabulary: int) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_host_memory_is_shards_and_one_tensor(tmp_path: Path) -> None:
+    """Every rank held the model, or twice that for a while: huggingface/transformers#43749,
+    huggingface/accelerate#3482.
+    """
     small = save(tmp_path / "small", width=16, layers=1, vocabulary=64)
     # 152 MB in fp32, of which the largest tensor has 16 MB.
     large = save(tmp_path / "large", width=512, layers=7, vocabulary=8192)
