@@ -89,31 +89,45 @@ def test_our_muon_continues_on_another_mesh(
     check_continuing(workers, str(tmp_path / "saved"), case, mesh, tolerance)
 
 
-def train_on_and_resume(case: Case, path: str) -> tuple[Any, Any]:
-    """Weights after eight steps: in one go, and with a restart after the fifth."""
+def train_on_and_resume(case: Case, path: str) -> list[tuple[Any, Any]]:
+    """States after five and weights after eight steps: in one go, and with a restart between."""
     found = []
     for starts_at in (0, 5):
         model, engine, optimizers = attach(case)
         if starts_at:
             engine.load(path, optimizers)
-        for step in range(starts_at, 8):
-            if step == 5 and not starts_at:
-                engine.save(path, optimizers)
+        for step in range(starts_at, 5):
             step_of(case, model, engine, optimizers, step)
-        found.append(engine.full_state_dict())
+        if not starts_at:
+            engine.save(path, optimizers)
+        states = [engine.full_optimizer_state_dict(optimizer) for optimizer in optimizers]
+        for step in range(5, 8):
+            step_of(case, model, engine, optimizers, step)
+        found.append((states, engine.full_state_dict()))
         engine.close()
-    return found[0], found[1]
+    return found
 
 
-@pytest.mark.parametrize("make", [soap, shampoo, adafactor, transformers_adafactor, lion])
+@pytest.mark.parametrize(
+    ("make", "tolerance"),
+    [
+        # Its bases, stored transposed, come back contiguous, and products round otherwise: plain
+        # torch differs by as much if they are copied.
+        (soap, 0.02),
+        (shampoo, 1e-6),
+        (adafactor, 1e-6),
+        (transformers_adafactor, 1e-6),
+        (lion, 1e-6),
+    ],
+)
 def test_a_restart_changes_nothing(
-    workers: Callable[[int], Any], tmp_path: Path, make: Any
+    workers: Callable[[int], Any], tmp_path: Path, make: Any, tolerance: float
 ) -> None:
     """Elsewhere, a loss went from 2.2 to 1785 when an optimizer's own packing came back wrong."""
     case = replace(CASE, subject="experts", make=make)
     straight, resumed = workers(4).run(train_on_and_resume, case, str(tmp_path / "saved"))[0]
-    # What was stored transposed comes back contiguous, and products round otherwise.
-    torch.testing.assert_close(resumed, straight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(resumed[0], straight[0], rtol=0, atol=0)
+    torch.testing.assert_close(resumed[1], straight[1], rtol=tolerance, atol=1e-7)
 
 
 def exchange_whole_states(case: Case, plain_states: list[Any]) -> Any:
