@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["CheckpointsMixin"]
+__all__ = ["CheckpointsMixin", "load_optimizer", "load_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +157,9 @@ class CheckpointsMixin:
         )
         strict = load_model_func_kwargs.pop("strict", True)
         for (engine, model), file in zip(sharded, model_files, strict=True):
-            _load_model(engine, model, file, strict)
+            load_weights(engine, model, file, strict)
         for (engine, optimizer), file in zip(optimizers, optimizer_files, strict=True):
-            _load_optimizer(engine, optimizer, file)
+            load_optimizer(engine, optimizer, file)
         if not strict:
             load_model_func_kwargs["strict"] = False
         load = super().load_state
@@ -340,7 +341,15 @@ def _first_of(what: str, *candidates: Path) -> Path:
     raise FileNotFoundError(f"{candidates[0].parent} has {what}: none of {names} is there")
 
 
-def _load_model(engine: sshsdp.Engine, model: nn.Module, file: Path, strict: bool) -> None:
+def load_weights(engine: sshsdp.Engine, model: nn.Module, file: Path, strict: bool = True) -> None:
+    """Load what `save_state`, DDP or ``save_pretrained`` has written. Collective.
+
+    Args:
+        engine: Of the model.
+        model: For messages.
+        file: A checkpoint directory, safetensors (or the index of several), or a pickled dict.
+        strict: Whether other names than the model's are an error.
+    """
     if file.is_dir():
         keys = engine.load_model_checkpoint(file, strict=strict)
     else:
@@ -354,7 +363,8 @@ def _load_model(engine: sshsdp.Engine, model: nn.Module, file: Path, strict: boo
         )
 
 
-def _load_optimizer(engine: sshsdp.Engine, optimizer: torch.optim.Optimizer, file: Path) -> None:
+def load_optimizer(engine: sshsdp.Engine, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Load an optimizer's state, from a checkpoint directory or a pickled dict. Collective."""
     if file.is_dir():
         engine.load_optimizer_checkpoint(optimizer, file)
     else:
@@ -366,11 +376,14 @@ def _read_on_rank_0(file: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
 
     def read() -> None:
-        state.update(
-            load_file(file)
-            if file.suffix == ".safetensors"
-            else torch.load(file, map_location="cpu", weights_only=True)
-        )
+        if file.suffix == ".json":
+            names = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+            for name in sorted({*names}):
+                state.update(load_file(file.parent / name))
+        elif file.suffix == ".safetensors":
+            state.update(load_file(file))
+        else:
+            state.update(torch.load(file, map_location="cpu", weights_only=True))
 
     sshsdp.on_rank_0(read, f"reading {file}")
     return state

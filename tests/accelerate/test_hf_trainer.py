@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.accelerate.trainers import history, trainer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.accelerate.conftest import Ranks
 
 
@@ -53,3 +53,89 @@ def test_losses_norms_rates_and_weights_equal_ddp(
 )
 def test_choices_equal_ddp(two_ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
     two_ranks.run(_assert_trains_like_ddp, tmp_path, "llama", changes)
+
+
+def _run(folder: Path, side: str, resume: str | None = None, **changes: Any) -> Any:
+    fields = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    one = trainer(side, folder, **{**fields, **changes})
+    one.train(resume_from_checkpoint=resume)
+    return one
+
+
+def _weights(of: Any) -> dict[str, torch.Tensor]:
+    state = of.accelerator.get_state_dict(of.model)
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _resumes(folder: Path) -> None:
+    straight = _run(folder / "ours", "ours")
+    expected = _weights(straight)
+    resumed = _run(folder / "ours", "ours", resume=str(folder / "ours/checkpoint-4"))
+    assert resumed.state.global_step == straight.state.global_step == 6
+    torch.testing.assert_close(_weights(resumed), expected, rtol=0, atol=0)
+    # A second training of the same trainer finds its model sharded.
+    straight.train(resume_from_checkpoint=str(folder / "ours/checkpoint-2"))
+    torch.testing.assert_close(_weights(straight), expected, rtol=0, atol=0)
+
+
+def test_resuming_changes_no_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_resumes, tmp_path)
+
+
+def _resumes_from_ddp(folder: Path) -> None:
+    theirs = _run(folder / "ddp", "ddp")
+    ours = _run(folder / "ours", "ours", resume=str(folder / "ddp/checkpoint-4"))
+    expected = theirs.model.state_dict()
+    for name, value in _weights(ours).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+
+
+def test_a_stock_trainers_checkpoint_goes_on_in_shards(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_resumes_from_ddp, tmp_path)
+
+
+def _keeps_the_best(folder: Path) -> None:
+    # Losses rise with this rate, so the best is not the last.
+    changes = {
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+        "save_only_model": True,
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+    }
+    one = _run(folder, "ours", **changes)
+    best = Path(one.state.best_model_checkpoint)
+    saved = load_file(best / "model.safetensors")
+    assert best.name != "checkpoint-6"
+    for name, value in _weights(one).items():
+        if name in saved:
+            torch.testing.assert_close(value, saved[name], rtol=0, atol=0)
+    kept = {path.name for path in folder.iterdir() if path.name.startswith("checkpoint")}
+    assert best.name in kept and len(kept) <= 2
+    assert not (best / "optimizer_0").exists()
+    one.save_model(folder / "final")
+    one.accelerator.wait_for_everyone()
+    again = type(one.model).from_pretrained(folder / "final")
+    for name, value in again.state_dict().items():
+        torch.testing.assert_close(value, saved.get(name, value), rtol=0, atol=0)
+
+
+def test_the_best_model_is_loaded_and_saved_as_safetensors(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(_keeps_the_best, tmp_path)
+
+
+def _generates(folder: Path) -> None:
+    predictions = {}
+    for side in ("ddp", "ours"):
+        one = trainer(side, folder, "t5", seq2seq=True, predict_with_generate=True)
+        one.train()
+        # Ranks get different rows, and stop at different lengths.
+        predictions[side] = one.predict(one.eval_dataset, max_length=7).predictions
+    assert (predictions["ours"] == predictions["ddp"]).all()
+
+
+def test_generating_in_evaluation_equals_ddp(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_generates, tmp_path)

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
-from accelerate_sshsdp.hf import SSHSDPTrainer
+from accelerate_sshsdp.hf import SSHSDPTrainer, SSHSDPTrainerMixin
 from tests.accelerate.conftest import forget_state
 from tests.accelerate.models import dataset, make
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TRAINERS = {"ours": SSHSDPTrainer, "ddp": Trainer}
+
+class SSHSDPSeq2SeqTrainer(SSHSDPTrainerMixin, Seq2SeqTrainer):
+    """As a user would write it."""
+
+
+TRAINERS: dict[tuple[str, bool], Any] = {
+    ("ours", False): SSHSDPTrainer,
+    ("ddp", False): Trainer,
+    ("ours", True): SSHSDPSeq2SeqTrainer,
+    ("ddp", True): Seq2SeqTrainer,
+}
 
 
 def arguments(folder: str | Path, cls: Any = TrainingArguments, **changes: Any) -> Any:
@@ -38,7 +53,13 @@ def arguments(folder: str | Path, cls: Any = TrainingArguments, **changes: Any) 
 
 
 def trainer(
-    side: str, folder: str | Path, kind: str = "llama", model: Any = None, **changes: Any
+    side: str,
+    folder: str | Path,
+    kind: str = "llama",
+    model: Any = None,
+    *,
+    seq2seq: bool = False,
+    **changes: Any,
 ) -> Any:
     """A trainer in a process that forgets any earlier one; the last batches are uneven.
 
@@ -47,13 +68,14 @@ def trainer(
         folder: Where it saves.
         kind: Of the model, and of the data.
         model: Default: a new one of that kind.
+        seq2seq: Whether it is a `Seq2SeqTrainer`.
         **changes: Of the training arguments; those of the trainer in ``trainer_options``.
     """
     forget_state()
     options = changes.pop("trainer_options", {})
-    return TRAINERS[side](
+    return TRAINERS[side, seq2seq](
         make(kind) if model is None else model,
-        arguments(folder, **changes),
+        arguments(folder, Seq2SeqTrainingArguments if seq2seq else TrainingArguments, **changes),
         train_dataset=dataset(kind),
         eval_dataset=dataset(kind, 10),
         **options,
