@@ -232,6 +232,9 @@ class Engine(GradientOperations):
         matrices that this rank owns. After each ``step`` the new values are published to the
         runtime shards. Collective, as is each ``step`` of an optimizer on whole matrices.
 
+        An attached optimizer to which ``add_param_group`` has given more of the model's parameters
+        is attached once more for those.
+
         Args:
             optimizer: Built from the model's parameters, before or after `sshsdp.shard`.
 
@@ -250,7 +253,7 @@ class Engine(GradientOperations):
         arrangement = Arrangement()
         try:
             self._watch.check()
-            groups = [check_groups(one, self.slots) for one in optimizers]
+            groups = [check_groups(one, self.slots, self._num_bound(one)) for one in optimizers]
             self._check_unbound(groups)
             arrangement = self._plan_arrangement(optimizers, groups)
         except Exception as caught:
@@ -266,10 +269,18 @@ class Engine(GradientOperations):
         )
         self._set_cuts(optimizers, groups)
         self._arrange(arrangement, [group for its_groups in groups for group in its_groups])
+        bindings = {binding.optimizer: binding for binding in self._bindings}
         for one, its_groups in zip(optimizers, groups, strict=True):
-            binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
-            self._bindings.append(binding)
+            if one in bindings:
+                bindings[one].extend(its_groups)
+            else:
+                binding = OptimizerBinding(one, its_groups, self._before_step, self._on_step)
+                self._bindings.append(binding)
         return optimizer
+
+    def _num_bound(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many param groups of an optimizer are attached."""
+        return sum(len(b.groups) for b in self._bindings if b.optimizer is optimizer)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -323,7 +334,8 @@ class Engine(GradientOperations):
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[ParameterSlot]]
     ) -> Iterator[tuple[ParameterSlot, Granularity]]:
         num_ranks = self.topology.num_shards * self.topology.num_update_slices
-        for settings, group in zip(optimizer.param_groups, groups, strict=True):
+        added = optimizer.param_groups[self._num_bound(optimizer) :]
+        for settings, group in zip(added, groups, strict=True):
             for slot in group:
                 if slot.space.trainable:
                     yield slot, granularity_for(optimizer, settings, slot, num_ranks)

@@ -27,7 +27,7 @@ from sshsdp.optim.blocks import decide_by_parameter
 from sshsdp.optim.granularity import granularity_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sshsdp.engine.slots import ParameterSlot
     from sshsdp.engine.space import ShardedSpace
@@ -36,9 +36,9 @@ __all__ = ["OptimizerBinding", "check_groups", "refuse_unattached_optimizers"]
 
 
 def check_groups(
-    optimizer: torch.optim.Optimizer, slots: Sequence[ParameterSlot]
+    optimizer: torch.optim.Optimizer, slots: Sequence[ParameterSlot], first: int = 0
 ) -> list[list[ParameterSlot]]:
-    """The slots of every param group, frozen parameters included.
+    """The slots of every param group from ``first`` on, frozen parameters included.
 
     Raises:
         ValueError: The optimizer class does not work on flat pieces, or a group holds a tensor that
@@ -47,7 +47,7 @@ def check_groups(
     granularity_of(optimizer)
     known = {slot.parameter: slot for slot in slots}
     groups = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups[first:], first):
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(
@@ -96,19 +96,38 @@ class OptimizerBinding:
     ) -> None:
         """Re-point the groups. The spaces' layouts must hold each group contiguously per space."""
         self.optimizer = optimizer
-        self.groups = groups
+        self.groups: list[list[ParameterSlot]] = []
         decide_by_parameter(optimizer, self._is_quantized)
         old_state = dict(optimizer.state)
         optimizer.state.clear()
-        for group, slots in zip(optimizer.param_groups, groups, strict=True):
-            bound = [update for space in self.spaces for update in _bind(space, slots)]
-            for update in bound:
-                _carry_state_over(optimizer, update, old_state)
-            group["params"] = [update.tensor for update in bound]
+        self.extend(groups, old_state)
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: before_step(self)),
             optimizer.register_step_post_hook(lambda *_: on_step(self)),
         ]
+
+    def extend(
+        self, groups: list[list[ParameterSlot]], old_state: Mapping[torch.Tensor, Any] | None = None
+    ) -> None:
+        """Re-point the param groups that follow those that are bound.
+
+        Args:
+            groups: Their parameters.
+            old_state: What the optimizer has for the model's parameters already.
+        """
+        first = len(self.groups)
+        self.groups += groups
+        for group, slots in zip(self.optimizer.param_groups[first:], groups, strict=True):
+            bound = [update for space in self.spaces for update in _bind(space, slots)]
+            for update in bound:
+                _carry_state_over(self.optimizer, update, old_state or {})
+            group["params"] = [update.tensor for update in bound]
+
+    @property
+    def _bound_groups(self) -> list[dict[str, Any]]:
+        """The param groups without those that were added and not attached yet."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups[: len(self.groups)]
+        return groups
 
     def _is_quantized(self, tensor: torch.Tensor) -> bool:
         return any(u.tensor is tensor and u.slots[0].block > 1 for _, u in self.updates())
@@ -136,7 +155,7 @@ class OptimizerBinding:
 
     def rebind(self) -> None:
         """Point the groups at the update tensors of spaces that were made anew."""
-        for group, slots in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for group, slots in zip(self._bound_groups, self.groups, strict=True):
             members = set(slots)
             bound = []
             for space in self.spaces:
@@ -147,7 +166,7 @@ class OptimizerBinding:
     def updates(self) -> Iterator[tuple[int, UpdateTensor]]:
         """``(group index, update tensor)`` in the optimizer's order."""
         by_tensor = {u.tensor: u for space in self.spaces for u in space.update_tensors}
-        for index, group in enumerate(self.optimizer.param_groups):
+        for index, group in enumerate(self._bound_groups):
             for tensor in group["params"]:
                 yield index, by_tensor[tensor]
 
@@ -301,7 +320,7 @@ def _copy_scalar(value: Any) -> Any:
 
 
 def _carry_state_over(
-    optimizer: torch.optim.Optimizer, update: UpdateTensor, old: dict[torch.Tensor, Any]
+    optimizer: torch.optim.Optimizer, update: UpdateTensor, old: Mapping[torch.Tensor, Any]
 ) -> None:
     """Cut state that the optimizer made in its constructor (Adagrad) or loaded before `attach`."""
     states = [old[slot.parameter] for slot in update.slots if slot.parameter in old]
