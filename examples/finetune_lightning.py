@@ -14,8 +14,12 @@ With a hub and GPUs the same file trains whatever ``from_pretrained`` can load::
 It measures the perplexity of held-out text, trains for ``--epochs``, saves a checkpoint, loads that
 into a new model and trains on for ``--resumed-epochs``, measures again, exports with
 ``save_pretrained``, and checks that plain transformers loads the export, computes the same logits
-and generates from it. The last line of output is a JSON object.
+and generates from it. It says what it is doing all the while; the last line of output is a JSON
+object.
 """
+
+# The first line is to be seen before the imports, which take seconds.
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -27,6 +31,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from stages import stage
+
+stage("importing torch, Lightning and transformers")
 
 import torch
 import torch.distributed as dist
@@ -101,6 +109,7 @@ class LanguageModel(LightningModule):
         """Load the pretrained weights, once."""
         if self.model is not None:
             return
+        stage(f"loading {self.directory}")
         self.model = AutoModelForCausalLM.from_pretrained(
             self.directory, dtype=self.options.load_dtype
         )
@@ -148,6 +157,7 @@ def make_trainer(options: Options, max_epochs: int, history: LossHistory) -> Tra
         precision=options.precision,
         max_epochs=max_epochs,
         limit_train_batches=options.steps * options.accumulate,
+        limit_predict_batches=1,  # enough to check the export
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=options.clip,
         log_every_n_steps=1,
@@ -180,6 +190,7 @@ def finetune(options: Options) -> dict[str, Any] | None:
         What is printed at the end; None on every rank but the first.
     """
     directory = model_directory(options.model)
+    stage(f"tokenizing {options.text}")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     sequences_per_step = options.batch_size * options.accumulate * options.world_size
     train, held_out = split_into_sequences(
@@ -195,20 +206,26 @@ def finetune(options: Options) -> dict[str, Any] | None:
 
     trainer = make_trainer(options, options.epochs, history)
     module = LanguageModel(directory, options)
+    stage(f"starting the other processes ({options.world_size} in all)")
     before = perplexity(trainer, module, held_out_loader)
+    stage(f"held-out perplexity {before:.2f}; training for {options.epochs * options.steps} steps")
     trainer.fit(module, train_loader)
     checkpoint = trainer.checkpoint_callback.best_model_path
     del module
 
     resumed_at = trainer.global_step
+    stage(f"resuming from {checkpoint} in a new model, for the other steps")
     trainer = make_trainer(options, options.epochs + options.resumed_epochs, history)
     module = LanguageModel(directory, options)
     trainer.fit(module, train_loader, ckpt_path=checkpoint)
     shown = trainer.progress_bar_metrics
     speed = {name: shown[name] for name in ("tokens_per_second", "mfu")}
 
+    stage("measuring held-out perplexity again")
     after = perplexity(trainer, module, held_out_loader)
+    stage(f"held-out perplexity {after:.2f}; exporting to {options.output / 'export'}")
     export(trainer, module, tokenizer, options.output / "export")
+    stage("checking the export with plain transformers")
     batch, logits = trainer.predict(module, held_out_loader)[0]
     if not trainer.is_global_zero:
         return None
@@ -252,10 +269,10 @@ def main(
     ] = "32-true",
     epochs: Annotated[int, typer.Option(help="Before the checkpoint.")] = 1,
     resumed_epochs: Annotated[int, typer.Option(help="After it.")] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps in an epoch.")] = 12,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in an epoch.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Sequences on each rank.")] = 2,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in an optimizer step.")] = 1,
-    sequence_length: Annotated[int, typer.Option(help="In tokens.")] = 256,
+    sequence_length: Annotated[int, typer.Option(help="In tokens.")] = 128,
     held_out: Annotated[int, typer.Option(help="Held-out sequences.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="After the warm-up.")] = 1e-4,
     warmup_steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from filelock import FileLock
+from stages import stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGED = "smollm2-135m"
@@ -28,6 +29,8 @@ def model_directory(model: str) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sshsdp-examples"
     cache.mkdir(parents=True, exist_ok=True)
     directory = cache / PACKAGED
+    if not directory.is_dir():
+        stage(f"converting the packaged weights from GGUF to {directory}, once")
     with FileLock(cache / f"{PACKAGED}.lock"):
         if not directory.is_dir():
             # Renamed when it is whole, so that an interrupted run leaves nothing half-written.
