@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -16,9 +17,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from transformers import Trainer, trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import (
-    ADAPTER_SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
@@ -38,6 +39,9 @@ __all__ = ["SSHSDPTrainer", "SSHSDPTrainerMixin"]
 
 # A directory beside the weights, the scheduler and the RNG states of a Trainer's checkpoint.
 _OPTIMIZER = "optimizer_0"
+_SAVE = "Trainer's checkpoint"
+
+logger = logging.getLogger(__name__)
 
 
 class SSHSDPTrainerMixin:
@@ -67,10 +71,17 @@ class SSHSDPTrainerMixin:
     ) -> None:
         """See the class."""
         self._sshsdp_plugin = sshsdp_plugin
+        # A checkpoint whose weights are read once the model is sharded.
+        self._weights_to_load: str | None = None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create our accelerator where the Trainer would create Accelerate's own."""
+        """Create our accelerator where the Trainer would create Accelerate's own.
+
+        Raises:
+            ValueError: The training arguments ask for what shards cannot do; it is named.
+        """
+        _refuse(self.args)
         ours = functools.partial(Accelerator, sshsdp_plugin=self._sshsdp_plugin)
         with patch.object(trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
@@ -89,6 +100,43 @@ class SSHSDPTrainerMixin:
         return super().prediction_step(*args, **kwargs)
 
     # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint that is complete or absent, as a failed save must lose no older one."""
+        if engine_of(self.model) is None:
+            super()._save_checkpoint(model, trial)
+            return
+        args, state = self.args, self.state
+        run = Path(self._get_output_dir(trial=trial))
+        path = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        save = super()._save_checkpoint
+        with sshsdp.checkpoint_directory(_SAVE, path, _replace_all) as folder:
+            # The Trainer gives the directory its name, and pushes and deletes when it has written.
+            with (
+                patch.object(self, "_get_output_dir", lambda trial: str(folder)),
+                patch.object(args, "push_to_hub", False),
+                patch.object(args, "save_total_limit", None),
+            ):
+                sshsdp.together(_SAVE, lambda: save(model, trial))
+            if args.should_save:
+                for entry in (written := folder / path.name).iterdir():
+                    entry.rename(folder / entry.name)
+                written.rmdir()
+            # It was looked for where this one was being written.
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if state.best_global_step and (best == path or best.exists()):
+                state.best_model_checkpoint = str(best)
+            if args.should_save:
+                state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(path))
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save master weights, gathered on the main process, and what belongs to them. Collective.
@@ -113,7 +161,7 @@ class SSHSDPTrainerMixin:
             return
         optimizer = unwrap_optimizer(self.optimizer)
         sshsdp.write_checkpoint(
-            "Trainer's checkpoint",
+            _SAVE,
             Path(output_dir) / _OPTIMIZER,
             lambda: ({"optimizer": engine.optimizer_state_dict(optimizer)}, {}),
         )
@@ -122,22 +170,29 @@ class SSHSDPTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = engine_of(self.model)
+        weights, self._weights_to_load = self._weights_to_load, None
+        if weights is not None:
+            self._load_weights(weights)
         if checkpoint is None or engine is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         candidates = [Path(checkpoint) / name for name in (_OPTIMIZER, OPTIMIZER_NAME)]
         found = next((file for file in candidates if file.exists()), None)
         scheduler = Path(checkpoint) / SCHEDULER_NAME
-        # As in the Trainer, weights alone are a checkpoint to start from (save_only_model).
         if found is None or not scheduler.is_file():
+            logger.warning(
+                "%s has no state of the optimizer (save_only_model?): training goes on with these "
+                "weights, and an optimizer and a schedule that are new",
+                checkpoint,
+            )
             return
         load_optimizer(engine, unwrap_optimizer(self.optimizer), found)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Usually the model is not sharded yet.
         if engine_of(self.model) is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # Masters keep what a model in bf16 would round, and they are not there yet.
+            self._weights_to_load = resume_from_checkpoint
         else:
             self._load_weights(resume_from_checkpoint)
 
@@ -150,8 +205,8 @@ class SSHSDPTrainerMixin:
     def _load_weights(self, directory: str) -> None:
         engine = engine_of(self.model)
         assert engine is not None
-        if (Path(directory) / ADAPTER_SAFE_WEIGHTS_NAME).exists():
-            _load_adapter(engine, self.model, directory)
+        if hasattr(self.model, "peft_config"):
+            _load_adapters(engine, self.model, Path(directory))
             return
         names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
         files = [Path(directory) / name for name in names if (Path(directory) / name).exists()]
@@ -160,12 +215,45 @@ class SSHSDPTrainerMixin:
         load_weights(engine, self.model, files[0])
 
 
-def _load_adapter(engine: sshsdp.Engine, model: Any, directory: str) -> None:
+def _refuse(args: Any) -> None:
+    if args.save_on_each_node:
+        raise ValueError(
+            "TrainingArguments(save_on_each_node=True): a checkpoint of shards is one directory "
+            "that all nodes see: leave it off"
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"TrainingArguments({name}=True) would convert a sharded model: use "
+                f"{name.removesuffix('_full_eval')}=True, with which all batches run in low "
+                "precision, evaluation as well"
+            )
+
+
+def _replace_all(old: Path, new: Path) -> None:
+    """Nothing of an old checkpoint of the same step stays."""
+
+
+def _load_adapters(engine: sshsdp.Engine, model: Any, directory: Path) -> None:
+    """Load PEFT's adapters as it saves them: the default one, and others in subdirectories."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    with engine.unsharded():
-        weights = load_peft_weights(directory, device="cpu")
-        set_peft_model_state_dict(model, weights, adapter_name=model.active_adapters[0])
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"the adapter {name!r} is of the kind {config.peft_type.value}, whose weights "
+                "cannot be loaded into shards: load them before the model is prepared"
+            )
+        folder = directory if name == "default" else directory / name
+        if not (folder / "adapter_config.json").exists():
+            raise FileNotFoundError(f"{folder} has no adapter {name!r}")
+        weights = load_peft_weights(str(folder), device="cpu")
+        # PEFT asks for the names, and masters take the values.
+        with (
+            patch.object(model, "state_dict", lambda: dict(model.named_parameters())),
+            patch.object(model, "load_state_dict", engine.load_full_state_dict),
+        ):
+            set_peft_model_state_dict(model, weights, adapter_name=name)
 
 
 class SSHSDPTrainer(SSHSDPTrainerMixin, Trainer):

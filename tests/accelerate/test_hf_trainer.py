@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.accelerate.trainers import history, trainer
+from accelerate_sshsdp.hf import SSHSDPTrainer
+from tests.accelerate.models import make
+from tests.accelerate.trainers import arguments, history, trainer
 
 if TYPE_CHECKING:
     from tests.accelerate.conftest import Ranks
@@ -55,7 +59,7 @@ def test_choices_equal_ddp(two_ranks: Ranks, tmp_path: Path, changes: dict[str, 
     two_ranks.run(_assert_trains_like_ddp, tmp_path, "llama", changes)
 
 
-def _run(folder: Path, side: str, resume: str | None = None, **changes: Any) -> Any:
+def _run(folder: Path, side: str, resume: str | bool | None = None, **changes: Any) -> Any:
     fields = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     one = trainer(side, folder, **{**fields, **changes})
     one.train(resume_from_checkpoint=resume)
@@ -80,6 +84,52 @@ def _resumes(folder: Path) -> None:
 
 def test_resuming_changes_no_bit(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_resumes, tmp_path)
+
+
+def _resumes_in_bf16(folder: Path) -> None:
+    def run(resume: str | None = None) -> dict[str, torch.Tensor]:
+        model = make("llama").bfloat16()
+        return _weights(_run(folder, "ours", resume=resume, model=model, bf16=True))
+
+    expected = run()
+    # Half the checkpoint would be lost in the model's own dtype. Rank 0 has the weights.
+    assert dist.get_rank() or any((value != value.bfloat16()).any() for value in expected.values())
+    torch.testing.assert_close(run(str(folder / "checkpoint-4")), expected, rtol=0, atol=0)
+
+
+def test_a_model_in_bf16_resumes_with_all_digits_of_its_masters(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(_resumes_in_bf16, tmp_path)
+
+
+def _fill_disk_at_step_4(trainer: Any, output_dir: str) -> None:
+    if trainer.state.global_step == 4 and trainer.args.should_save:
+        raise OSError(f"no space left on device for {output_dir}")
+
+
+def _fails_to_save(folder: Path) -> None:
+    straight = _run(folder, "ours")
+    expected = _weights(straight)
+    kept = {file: file.read_bytes() for file in (folder / "checkpoint-4").rglob("*.*")}
+    failing = patch.object(SSHSDPTrainer, "_save_scaler", _fill_disk_at_step_4)
+    with failing, pytest.raises((OSError, RuntimeError), match="no space left"):
+        _run(folder, "ours")
+    dist.barrier()
+    # Here an earlier training's checkpoint was to be replaced ...
+    assert kept == {file: file.read_bytes() for file in (folder / "checkpoint-4").rglob("*.*")}
+    # ... and there nothing was.
+    with failing, pytest.raises((OSError, RuntimeError), match="no space left"):
+        _run(folder / "new", "ours")
+    dist.barrier()
+    assert sorted(path.name for path in (folder / "new").iterdir()) == ["checkpoint-2"]
+    resumed = _run(folder / "new", "ours", resume=True)
+    torch.testing.assert_close(_weights(resumed), expected, rtol=0, atol=0)
+
+
+def test_a_save_that_fails_leaves_what_was_there(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A checkpoint is complete or absent, and the last complete one is resumed from."""
+    two_ranks.run(_fails_to_save, tmp_path)
 
 
 def _resumes_from_ddp(folder: Path) -> None:
@@ -139,3 +189,33 @@ def _generates(folder: Path) -> None:
 
 def test_generating_in_evaluation_equals_ddp(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_generates, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("save_on_each_node", "one directory that all nodes see"),
+        ("bf16_full_eval", "use bf16=True"),
+        ("fp16_full_eval", "use fp16=True"),
+    ],
+)
+def test_arguments_that_shards_cannot_do_are_refused(
+    tmp_path: Path, name: str, advice: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}=True.*{advice}"):
+        SSHSDPTrainer(make("llama"), arguments(tmp_path, **{name: True}))
+
+
+def _compiles(folder: Path) -> None:
+    plain = trainer("ours", folder)
+    plain.train()
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    compiled = trainer("ours", folder, **options)
+    compiled.train()
+    layer = compiled.model.model.layers[0]
+    assert layer._compiled_call_impl is not None
+    assert history(compiled, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
+
+
+def test_compiled_units_train_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_compiles, tmp_path)

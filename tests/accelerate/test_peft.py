@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from accelerate_sshsdp.sharding import engine_of
 from tests.accelerate.models import make
 from tests.accelerate.trainers import history, trainer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.accelerate.conftest import Ranks
 
 
@@ -63,6 +63,36 @@ def test_adapters_train_as_with_ddp_and_are_saved_resumed_and_merged(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     two_ranks.run(_trains_adapters, tmp_path)
+
+
+def _keeps_the_best_adapters(folder: Path) -> None:
+    one = trainer(
+        "ours",
+        folder,
+        model=adapted(),
+        bf16=True,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        # Losses fall, so that the one called best is not the last.
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+    )
+    one.train()
+    best = Path(one.state.best_model_checkpoint)
+    assert best.is_dir() and best.name == "checkpoint-2"
+    saved = load_file(best / "adapter_model.safetensors")
+    weights = one.accelerator.get_state_dict(one.model)
+    found = {name.replace(".default.", "."): value for name, value in weights.items()}
+    for name, value in saved.items():
+        torch.testing.assert_close(found.get(name, value), value, rtol=0, atol=0)
+    assert not found or saved.keys() <= found.keys()
+
+
+def test_the_best_adapters_are_loaded_at_the_end(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_keeps_the_best_adapters, tmp_path)
 
 
 def _frozen_base_is_lean(folder: Path) -> None:
