@@ -168,11 +168,14 @@ class ModuleHooks:
         if torch.is_grad_enabled() and unit.hooks_outputs:
             leaves = _leaves(output)
             pass_id = schedule.pass_id
-            for tensor in _differentiable(leaves):
+            tensors = _differentiable(leaves)
+            for tensor in tensors:
                 _call_before_backward(tensor, lambda _: schedule.before_backward(unit, pass_id))
             if any(_is_opaque(leaf) for leaf in leaves):
                 unit.kept_for_backward = True
                 unit.gather(Reads.BOTH)
+            elif not tensors:
+                schedule.note_detached(unit)
         if not _is_in_backward():
             schedule.after_forward(unit)
 

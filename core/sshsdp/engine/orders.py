@@ -22,6 +22,8 @@ class Orders:
         backward: Gathers in backward.
         reduction: Reductions.
         recomputed: The units whose forward backward runs again.
+        detached: Units that ran outside of any graph, as frozen ones do in front of the first
+            trainable one.
     """
 
     def __init__(
@@ -30,16 +32,18 @@ class Orders:
         backward: list[Unit],
         reduction: list[Unit],
         recomputed: list[Unit],
+        detached: list[Unit],
     ) -> None:
-        """Take three orders of the same units, and those that are recomputed."""
+        """Take three orders of the same units, and those that are recomputed or detached."""
         self.forward = forward
         self.backward = backward
         self.reduction = reduction
         self.recomputed = recomputed
+        self.detached = detached
 
     def __iter__(self) -> Iterator[list[Unit]]:
-        """Forward, backward, reduction, recomputed."""
-        return iter((self.forward, self.backward, self.reduction, self.recomputed))
+        """Forward, backward, reduction, recomputed, detached."""
+        return iter((self.forward, self.backward, self.reduction, self.recomputed, self.detached))
 
     @classmethod
     def of_registration(cls, units: Sequence[Unit]) -> Orders:
@@ -47,7 +51,7 @@ class Orders:
 
         All pass for recomputed.
         """
-        return cls(list(units), list(reversed(units)), list(reversed(units)), list(units))
+        return cls(list(units), list(reversed(units)), list(reversed(units)), list(units), [])
 
     @classmethod
     def merged(cls, units: Sequence[Unit], seen: Sequence[Sequence[Sequence[int]]]) -> Orders:
@@ -56,20 +60,25 @@ class Orders:
         Args:
             units: All units.
             seen: For every rank, the indices of the units seen in forward, backward, reduction and
-                recomputation.
+                recomputation, and outside of any graph.
         """
         default = list(range(len(units)))
         forward = merge_sequences(default, [by_rank[0] for by_rank in seen])
-        backward = merge_sequences(default[::-1], [by_rank[1] for by_rank in seen])
+        # The root's backward begins before all others; behind them, it would let units that no rank
+        # has used yet pass in front of it.
+        backward = merge_sequences([0, *default[:0:-1]], [by_rank[1] for by_rank in seen])
         reduction = merge_sequences(default[::-1], [by_rank[2] for by_rank in seen])
-        # Frozen units in front of the first trainable one need no gather in backward.
         reached = {index for by_rank in seen for index in by_rank[1]}
         recomputed = {index for by_rank in seen for index in by_rank[3]}
+        # Units without a backward are not gathered for one. One that no rank has used yet may have.
+        detached = {index for by_rank in seen for index in by_rank[4]} - reached
+        dispensable = {i for i in detached if not units[i].trainable_spaces}
         return cls(
             [units[index] for index in forward],
-            [units[i] for i in backward if i in reached or units[i].trainable_spaces],
+            [units[index] for index in backward if index not in dispensable],
             [units[index] for index in reduction],
             [units[i] for i in default if i in recomputed or i not in reached],
+            [units[i] for i in default if i in detached],
         )
 
 

@@ -143,7 +143,7 @@ class Schedule:
         self._agree_on_orders = agree_on_orders
         self._on_reduced = on_reduced
         self._use(Orders.of_registration(self.units))
-        self._seen: Orders | None = Orders([], [], [], [])
+        self._seen: Orders | None = Orders([], [], [], [], [])
         self._agreed: Orders | None = None
         self._pass_depth = 0
         self._pass_has_grad = False
@@ -217,6 +217,10 @@ class Schedule:
         """Backward runs (a part of) the unit's forward again."""
         unit.recomputes = True
         self._note(unit, "recomputed")
+
+    def note_detached(self, unit: Unit) -> None:
+        """A forward with grad gave outputs that need none."""
+        self._note(unit, "detached")
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit, if the policy says so."""
