@@ -105,7 +105,7 @@ class ThroughputMonitorMixin:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds = time.perf_counter() - self._started
-        tokens = torch.tensor(float(self._tokens), device=device)
+        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=device)
         tokens_per_second = float(trainer.strategy.reduce(tokens, reduce_op="sum")) / seconds
         assert self._flops_per_token is not None
         assert self._peak_flops is not None

@@ -23,7 +23,8 @@ class Stats:
         peak_gathered_bytes: Most bytes of gathered runtime parameters at any time.
         peak_gathered_units: Most units gathered (or being gathered) at any time, the root included.
         peak_gradient_bytes: Most bytes of unsharded gradient buffers at any time.
-        skipped_steps: 1 if the step was skipped (``UpdatePolicy.skip_nonfinite_steps``).
+        skipped_steps: Number of optimizers whose step was skipped
+            (``UpdatePolicy.skip_nonfinite_steps``).
     """
 
     wire: WireBytes = field(default_factory=WireBytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -131,11 +132,13 @@ class GradientOperations(Checkpointing):
         axes = [self.topology.reduce]
         if self.topology.num_update_slices > 1:
             axes.append(self.topology.replicate)
+        update_dtypes = [space.update_dtype for space in self.spaces if space.trainable]
         return total_norm(
             [tensor.grad for tensor in tensors if tensor.grad is not None],
             norm_type=float(norm_type),
             foreach=foreach,
             over=axes,
+            dtype=functools.reduce(torch.promote_types, update_dtypes, torch.float32),
             device=self.topology.device,
         )
 
@@ -143,7 +146,7 @@ class GradientOperations(Checkpointing):
         """Have the optimizer find no gradients if one of them, on any rank, is not finite."""
         updates = [update for _, update in binding.updates()]
         gradients = [update.grad for update in updates if update.grad is not None]
-        found = torch.zeros((), device=self.topology.update_device)
+        found = torch.zeros((), dtype=torch.float32, device=self.topology.update_device)
         if gradients:
             # The largest magnitude is NaN or inf if any element is.
             largest = torch.stack(

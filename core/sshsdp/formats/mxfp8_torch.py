@@ -196,7 +196,7 @@ def _scaled_grouped_mm(
 @functools.cache
 def _runs_grouped(device: torch.device) -> bool:
     """Whether this build of torch has the grouped kernel: nothing but trying tells."""
-    values = torch.zeros(TILE_ROWS, TILE_ROWS, device=device)
+    values = torch.zeros(TILE_ROWS, TILE_ROWS, dtype=torch.float32, device=device)
     rows, batch = quantize(values, -1), quantize(values[None], -1)
     ends = torch.full((1,), TILE_ROWS, device=device, dtype=torch.int32)
     try:

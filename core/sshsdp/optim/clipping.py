@@ -23,16 +23,18 @@ def total_norm(
     norm_type: float,
     foreach: bool | None,
     over: Sequence[Collectives],
+    dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """Norm of the concatenation of all ranks' ``gradients``; a 0-d tensor, equal on every rank.
 
-    Sends one number: the norms are combined as ``(sum of norm^p)^(1/p)``, or their maximum.
+    Sends one number, in ``dtype``, which a rank without gradients could not tell: the norms are
+    combined as ``(sum of norm^p)^(1/p)``, or their maximum.
     """
     if gradients:
-        norm = get_total_norm(list(gradients), norm_type, foreach=foreach).to(device)
+        norm = get_total_norm(list(gradients), norm_type, foreach=foreach).to(device, dtype)
     else:
-        norm = torch.zeros((), device=device)
+        norm = torch.zeros((), dtype=dtype, device=device)
     if math.isinf(norm_type):
         for collectives in over:
             collectives.all_reduce(norm, "gradient norm", dist.ReduceOp.MAX).wait()
