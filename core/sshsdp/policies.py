@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from sshsdp.formats.dense import DenseFormat
-from sshsdp.formats.mxfp8 import MXFP8Format
+from sshsdp.formats.mxfp8 import COMPUTE_DTYPES, MXFP8Format
 from sshsdp.layout.optimization_units import Split
 from sshsdp.packs import Pack
 
@@ -63,9 +63,9 @@ class RuntimePolicy:
                 "RuntimePolicy.format must be None, 'mxfp8' or an sshsdp.MXFP8Format, got "
                 f"{self.format!r}; dense formats are chosen by dtype"
             )
-        if self.format is not None and self.dtype not in (None, torch.float32, torch.bfloat16):
+        if self.format is not None and self.dtype not in (None, *COMPUTE_DTYPES):
             raise ValueError(
-                "RuntimePolicy(format='mxfp8') computes in float32 or bfloat16, got "
+                "RuntimePolicy(format='mxfp8') computes in bfloat16, float32 or float64, got "
                 f"dtype={self.dtype}"
             )
 

@@ -182,16 +182,17 @@ def _space_formats(
 ) -> dict[ParameterSlot, SpaceFormat]:
     """What each parameter's space must be made as; equal ones may share a space."""
     dense = DenseFormat(runtime.dtype)
-    backends: dict[MXFP8Format, GemmBackend] = {}
+    backends: dict[tuple[MXFP8Format, torch.dtype], GemmBackend] = {}
     formats: dict[ParameterSlot, SpaceFormat] = {}
     for slot, (chosen, _) in choices.items():
         if isinstance(chosen, DenseFormat):
             formats[slot] = DenseSpaceFormat(chosen.runtime_dtype(slot.original_dtype))
             continue
-        if chosen not in backends:
-            backends[chosen] = choose_backend(chosen.backend, device, chosen.rounding)
         dtype = dense.runtime_dtype(slot.original_dtype)
-        formats[slot] = BlockSpaceFormat(dtype, chosen, backends[chosen])
+        if (chosen, dtype) not in backends:
+            backend = choose_backend(chosen.backend, device, chosen.rounding, dtype)
+            backends[chosen, dtype] = backend
+        formats[slot] = BlockSpaceFormat(dtype, chosen, backends[chosen, dtype])
     return formats
 
 

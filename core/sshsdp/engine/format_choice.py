@@ -12,12 +12,11 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import nn
 
 from sshsdp.engine.collect import ROOT
 from sshsdp.formats.dense import DenseFormat
-from sshsdp.formats.mxfp8 import MXFP8Format
+from sshsdp.formats.mxfp8 import COMPUTE_DTYPES, MXFP8Format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,6 @@ __all__ = ["FormatChoice", "choose_formats", "format_table", "takes_mxfp8"]
 
 # Parts of a name that stand for routers and low-rank adapters.
 _DENSE_NAMES = ("gate", "*_gate", "*router*", "lora_*")
-_DTYPES = (torch.float32, torch.bfloat16)
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
@@ -120,8 +118,8 @@ def _why_not(slot: ParameterSlot, dense: DenseFormat) -> str | None:
     if problem is not None:
         return problem
     dtype = dense.runtime_dtype(slot.original_dtype)
-    if dtype not in _DTYPES:
-        return f"computes in {dtype}, and MXFP8 does in float32 or bfloat16"
+    if dtype not in COMPUTE_DTYPES:
+        return f"computes in {dtype}, and MXFP8 does in bfloat16, float32 or float64"
     for module, _ in slot.holders:
         if isinstance(module, _LOOKED_UP):
             return f"{type(module).__name__} does not multiply it as a matrix"

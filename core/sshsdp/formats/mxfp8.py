@@ -42,10 +42,21 @@ if TYPE_CHECKING:
 
     from sshsdp.layout.pieces import Piece
 
-__all__ = ["Backend", "FlatBlocks", "MXFP8Format", "Orientation", "blocks_of", "write_piece"]
+__all__ = [
+    "COMPUTE_DTYPES",
+    "Backend",
+    "FlatBlocks",
+    "MXFP8Format",
+    "Orientation",
+    "blocks_of",
+    "write_piece",
+]
 
 Backend = Literal["auto", "te", "torch", "emulation"]
 Orientation = Literal["rowwise", "columnwise"]
+
+# What activations around products in MXFP8 may be; products for float64 are emulated.
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 # Elements quantized at once: temporaries stay in the caches of a CPU and small on an accelerator.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}

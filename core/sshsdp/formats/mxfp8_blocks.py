@@ -108,7 +108,7 @@ class BlockScaled:
         return BlockScaled(self.data, scales if self.dim == -1 else scales.mT, self.dim)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, exact in float32 and bfloat16 (save for magnitudes below their range).
+        """The values, exact in bfloat16 and wider (save for magnitudes below their range).
 
         A block whose scale is NaN is all NaN. An element is expected to be NaN in such blocks only,
         as `quantize` writes them.

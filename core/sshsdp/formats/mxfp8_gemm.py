@@ -26,11 +26,11 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from sshsdp.formats.mxfp8_blocks import BLOCK, quantize
 
 if TYPE_CHECKING:
-    import torch
-
     from sshsdp.formats.mxfp8 import Backend
     from sshsdp.formats.mxfp8_blocks import BlockScaled, ScaleRounding
 
@@ -46,11 +46,13 @@ class GemmBackend(ABC):
         name: As in ``MXFP8Format(backend=...)``.
         reads_swizzled: Scales are best given in tiles of 128 x 4 (see `mxfp8_scales`).
         group_rows: What the number of an expert's tokens is padded to.
+        dtypes: What products may be in.
     """
 
     name: ClassVar[str]
     reads_swizzled: ClassVar[bool] = False
     group_rows: ClassVar[int] = BLOCK
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
 
     @staticmethod
     @abstractmethod
@@ -106,13 +108,19 @@ def put(target: torch.Tensor, values: torch.Tensor, *, accumulate: bool) -> None
         target.copy_(values)
 
 
-def choose_backend(wanted: Backend, device: torch.device, rounding: ScaleRounding) -> GemmBackend:
+def choose_backend(
+    wanted: Backend,
+    device: torch.device,
+    rounding: ScaleRounding,
+    dtype: torch.dtype = torch.float32,
+) -> GemmBackend:
     """The backend to use, and a line in the log that says which and why.
 
     Args:
         wanted: As in ``MXFP8Format(backend=...)``.
         device: Where to multiply.
         rounding: As in ``MXFP8Format(rounding=...)``.
+        dtype: Of the products.
 
     Returns:
         The one wanted, or where it cannot run (a warning says why) the first that can of ``te``,
@@ -123,7 +131,11 @@ def choose_backend(wanted: Backend, device: torch.device, rounding: ScaleRoundin
     from sshsdp.formats.mxfp8_torch import TorchScaled
 
     candidates: list[type[GemmBackend]] = [TransformerEngine, TorchScaled, Emulation]
-    reasons = {kind.name: kind.why_not(device, rounding) for kind in candidates}
+    reasons = {
+        kind.name: kind.why_not(device, rounding)
+        or (None if dtype in kind.dtypes else f"makes no products in {dtype}")
+        for kind in candidates
+    }
     chosen = next(kind for kind in candidates if reasons[kind.name] is None)
     refused = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     if wanted != "auto" and reasons[wanted] is None:

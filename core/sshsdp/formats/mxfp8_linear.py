@@ -161,7 +161,7 @@ class _Linear(torch.autograd.Function):
         if columnwise is not None:
             left, right = columnwise.mT, _saved(ctx).mT
             if operand.sink is None:
-                grad_weight = operand.backend.product(left, right, torch.float32)
+                grad_weight = operand.backend.product(left, right, _gradient_dtype(grad))
             else:
                 target, accumulate = operand.sink.gradient_target()
                 operand.backend.write_product(target, left, right, accumulate=accumulate)
@@ -214,7 +214,7 @@ class _GroupedLinear(torch.autograd.Function):
             left, right = columnwise.mT, _saved(ctx).mT
             if operand.sink is None:
                 shape = (len(groups.ends), left.shape[0], right.shape[0])
-                grad_weight = torch.empty(shape, dtype=torch.float32, device=grad.device)
+                grad_weight = grad.new_empty(shape, dtype=_gradient_dtype(grad))
                 target, accumulate = grad_weight, False
             else:
                 target, accumulate = operand.sink.gradient_target()
@@ -250,6 +250,10 @@ class _Groups:
     def spread(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = tokens.new_zeros(self.num_rows, tokens.shape[-1])
         return rows.index_copy_(0, self.places, tokens)
+
+
+def _gradient_dtype(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _is_wanted(sink: GradientSink | None) -> bool:

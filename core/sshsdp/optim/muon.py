@@ -235,7 +235,8 @@ class Muon(torch.optim.Optimizer):
         limit = max(_BATCH_NUMEL, max(sizes) * math.prod(axis.size for axis in entries[0].axes))
         exchanges: list[tuple[Sequence[_Entry], GramExchange]] = []
         for chunk in split_by_size(entries, sizes, limit):
-            grams = [entry.update.float().mT @ entry.update.float() for entry in chunk]
+            updates = [_widened(entry.update) for entry in chunk]
+            grams = [update.mT @ update for update in updates]
             exchanges.append((chunk, GramExchange(grams, chunk[0].axes)))
             # The next sums are on their way while the last factors are computed.
             if len(exchanges) > 1:
@@ -255,7 +256,7 @@ class Muon(torch.optim.Optimizer):
             )
         )
         for entry, factor in zip(entries, factors, strict=True):
-            _apply(group, entry, entry.update.float() @ factor)
+            _apply(group, entry, _widened(entry.update) @ factor)
 
     def _step_adamw(self, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         states = [self.state[tensor] for tensor in tensors]
@@ -280,6 +281,10 @@ class Muon(torch.optim.Optimizer):
             eps=group["adamw_eps"],
             maximize=False,
         )
+
+
+def _widened(update: torch.Tensor) -> torch.Tensor:
+    return update.to(torch.promote_types(update.dtype, torch.float32))
 
 
 def _apply(group: dict[str, Any], entry: _Entry, direction: torch.Tensor) -> None:
