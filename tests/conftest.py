@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.support import margins
+from tests.support.subject import in_double
 from tests.support.workers import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+margins.install()
 
 # As in the workers: sums over several threads round otherwise, and references must not differ.
 torch.set_num_threads(1)
@@ -20,6 +24,13 @@ torch.set_num_threads(1)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Models and data are in float64, here and in `workers`: see `tests.support.compare`."""
+    with in_double():
+        yield
 
 
 class Workers:

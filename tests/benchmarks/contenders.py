@@ -141,7 +141,8 @@ def _alone() -> Contender:
 CONTENDERS: dict[str, Callable[[], Contender]] = {
     "sshsdp": _sshsdp,
     "sshsdp, native collectives": lambda: _sshsdp(native=True),
-    "sshsdp, MXFP8 on the wire": lambda: _sshsdp(runtime_format="mxfp8"),
+    "sshsdp, MXFP8": lambda: _sshsdp(runtime_format="mxfp8"),
+    "sshsdp, MXFP8, native collectives": lambda: _sshsdp(native=True, runtime_format="mxfp8"),
     "FSDP2": lambda: _fsdp2(point_to_point=False),
     "FSDP2, point to point": lambda: _fsdp2(point_to_point=True),
     "compute alone": _alone,

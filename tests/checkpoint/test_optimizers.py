@@ -12,11 +12,15 @@ from torch import nn
 
 import sshsdp
 from sshsdp.checkpoint.optimizer_state import place_scalar
+from tests.support.compare import ROUNDING
+from tests.support.training import OWN_DTYPES
 from tests.support.workers import WorkersFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("double")
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
@@ -74,7 +78,7 @@ def sharded(name: str) -> tuple[nn.Module, torch.optim.Optimizer, sshsdp.Engine]
     """The same, sharded."""
     torch.manual_seed(0)
     model = Scaled()
-    engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    engine = sshsdp.shard(model, **OWN_DTYPES)
     return model, engine.attach(MAKERS[name](model.parameters())), engine
 
 
@@ -121,7 +125,7 @@ def test_the_next_losses_are_those_of_a_run_that_never_stopped(
         assert losses["checkpoint"] == losses["straight"]
         assert losses["whole state"] == losses["straight"]
         for kind in ("whole state in plain torch", "plain torch's state"):
-            assert losses[kind] == pytest.approx(losses["straight"], rel=2e-6)
+            assert losses[kind] == pytest.approx(losses["straight"], rel=ROUNDING)
 
 
 def save_two(folder: Path) -> tuple[list[float], list[float], str]:
@@ -130,7 +134,7 @@ def save_two(folder: Path) -> tuple[list[float], list[float], str]:
     def make() -> tuple[nn.Module, list[torch.optim.Optimizer], sshsdp.Engine]:
         torch.manual_seed(0)
         model = Scaled()
-        engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+        engine = sshsdp.shard(model, **OWN_DTYPES)
         matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], 0.1, momentum=0.9)
         vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=1e-2)
         return model, engine.attach([matrices, vectors]), engine
@@ -221,7 +225,7 @@ def load_into(folder: Path, case: str) -> str:
         engine.save(path, None if case == "no optimizer" else optimizer)
         torch.manual_seed(0)
         model = Scaled()
-        engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+        engine = sshsdp.shard(model, **OWN_DTYPES)
         weights = engine.full_state_dict()
         parameters = list(model.parameters())
         groups: list[Any] = [{"params": parameters}]
@@ -278,7 +282,7 @@ def freeze_later(folder: Path, freezes: bool) -> tuple[list[str], list[float], l
     torch.manual_seed(1)
     model = Scaled()
     model.last.requires_grad_(not freezes)
-    engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    engine = sshsdp.shard(model, **OWN_DTYPES)
     optimizer = engine.attach(torch.optim.AdamW(model.parameters()))
     messages: list[str] = []
     handler = logging.Handler()

@@ -15,10 +15,15 @@ from torch.distributed.fsdp import fully_shard
 
 import sshsdp
 from tests.checkpoint.training import OPTIMIZERS, WIDTH, make_fsdp2, make_sshsdp, train
+from tests.support.compare import ROUNDING, assert_within, relative_error
+from tests.support.subject import in_double
+from tests.support.training import OWN_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("double")
 
 State = dict[str, Any]
 
@@ -72,7 +77,9 @@ def saved(
 ) -> tuple[Path, str, State]:
     """A folder with both checkpoints of a two-rank run, the optimizer, and how the run went on."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, request.param, workers(2).run(save_and_continue, folder, request.param)[0]
+    # A fixture of a module comes before `double`, which is a test's.
+    with in_double():
+        return folder, request.param, workers(2).run(save_and_continue, folder, request.param)[0]
 
 
 def _tensors(state: State) -> list[torch.Tensor]:
@@ -82,8 +89,7 @@ def _tensors(state: State) -> list[torch.Tensor]:
 
 def assert_equal(actual: State, expected: State, tolerance: float) -> None:
     for left, right in zip(_tensors(actual), _tensors(expected), strict=True):
-        error = (left.double() - right.double()).norm()
-        assert error <= tolerance * right.double().norm()
+        assert_within(relative_error(left, right), tolerance)
     assert actual["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
 
 
@@ -101,8 +107,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_any_mesh(
 ) -> None:
     folder, optimizer, expected = saved
     result = workers(size).run(resume, folder, "own", optimizer, mesh)[0]
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-    assert_equal(result, expected, 1e-6)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=ROUNDING)
+    assert_equal(result, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -112,15 +118,15 @@ def test_an_fsdp2_checkpoint_loads_here(
     folder, optimizer, expected = saved
     result = workers(size).run(resume, folder, "fsdp2", optimizer, None)[0]
     assert result["extra"] == {}
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-    assert_equal(result, expected, 2e-6)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=ROUNDING)
+    assert_equal(result, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_fsdp2_loads_our_checkpoint(saved: Any, workers: Callable[[int], Any], size: int) -> None:
     folder, optimizer, expected = saved
     losses = workers(size).run(resume_under_fsdp2, folder, optimizer)[0]
-    assert losses == pytest.approx(expected["losses"], rel=1e-6)
+    assert losses == pytest.approx(expected["losses"], rel=ROUNDING)
 
 
 def loaded(folder: Path, source: str, optimizer: str) -> State:
@@ -192,7 +198,7 @@ def exchange_tied(folder: Path) -> dict[str, list[float]]:
     def ours() -> tuple[nn.Module, torch.optim.Optimizer, sshsdp.Engine]:
         torch.manual_seed(0)
         model = Tied()
-        engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+        engine = sshsdp.shard(model, **OWN_DTYPES)
         return model, engine.attach(torch.optim.AdamW(model.parameters())), engine
 
     def theirs() -> tuple[nn.Module, torch.optim.Optimizer, State]:
@@ -224,15 +230,15 @@ def exchange_tied(folder: Path) -> dict[str, list[float]]:
 
 def test_tied_weights_go_back_and_forth(tmp_path: Path, workers: Callable[[int], Any]) -> None:
     losses = workers(2).run(exchange_tied, tmp_path)[0]
-    assert losses["from fsdp2"] == pytest.approx(losses["straight"], rel=1e-6)
-    assert losses["under fsdp2"] == pytest.approx(losses["straight"], rel=1e-6)
+    assert losses["from fsdp2"] == pytest.approx(losses["straight"], rel=ROUNDING)
+    assert losses["under fsdp2"] == pytest.approx(losses["straight"], rel=ROUNDING)
 
 
 def whole_round_trip(
-    model_state: State, optimizer_state: State, mesh: tuple[int, int] | None
+    optimizer: str, model_state: State, optimizer_state: State, mesh: tuple[int, int] | None
 ) -> State:
     """Load whole states (rank 0's), and give them back."""
-    _, attached, engine = make_sshsdp("adamw", mesh)
+    _, attached, engine = make_sshsdp(optimizer, mesh)
     is_first = dist.get_rank() == 0
     engine.load_full_state_dict(model_state if is_first else {})
     engine.load_full_optimizer_state_dict(attached, optimizer_state if is_first else {})
@@ -247,9 +253,8 @@ def test_whole_states_come_back_unchanged(
     saved: Any, workers: Callable[[int], Any], size: int, mesh: tuple[int, int] | None
 ) -> None:
     _, optimizer, expected = saved
-    if optimizer != "adamw":
-        pytest.skip("one optimizer with state is enough here")
-    result = workers(size).run(whole_round_trip, expected["model"], expected["optimizer"], mesh)[0]
+    states = expected["model"], expected["optimizer"]
+    result = workers(size).run(whole_round_trip, optimizer, *states, mesh)[0]
     assert_equal(result, expected, 0.0)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sshsdp
+from tests.support.training import OWN_DTYPES
 
 WIDTH = 8
 OPTIMIZERS = {
@@ -62,7 +63,7 @@ def make_sshsdp(
     torch.manual_seed(0)
     model = Odd()
     mesh = mesh_shape and init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    engine = sshsdp.shard(model, mesh=mesh, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    engine = sshsdp.shard(model, mesh=mesh, **OWN_DTYPES)
     attached = engine.attach(OPTIMIZERS[optimizer](groups_of(model)))
     return model, attached, engine
 

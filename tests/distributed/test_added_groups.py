@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import sshsdp
-from tests.support.compare import worst_weight
+from tests.support.compare import assert_weights_close
+from tests.support.training import OWN_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def build() -> nn.Sequential:
@@ -43,8 +46,7 @@ def make(kind: str, model: nn.Sequential) -> torch.optim.Optimizer:
 
 def extend_sharded(kind: str, units: Any) -> dict[str, torch.Tensor]:
     model = build()
-    runtime = sshsdp.RuntimePolicy(dtype=torch.float32)
-    engine = sshsdp.shard(model, units=units, runtime=runtime)
+    engine = sshsdp.shard(model, units=units, **OWN_DTYPES)
     optimizer = engine.attach(make(kind, model))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     run(model, optimizer, range(3))
@@ -71,5 +73,5 @@ def test_an_added_group_trains_from_then_on(
     run(model, optimizer, range(3))
     add(model, optimizer)
     run(model, optimizer, range(3, 8))
-    error, name = worst_weight(workers(2).run(extend_sharded, kind, units)[0], model.state_dict())
-    assert error <= 1e-5, f"{name} differs by {error:.2e}"
+    actual = workers(2).run(extend_sharded, kind, units)[0]
+    assert_weights_close(actual, model.state_dict())

@@ -13,11 +13,19 @@ from torch import nn
 
 import sshsdp
 from sshsdp.optim import ExponentialMovingAverage
-from tests.support.compare import relative_error
+from tests.support.compare import (
+    ROUNDING,
+    assert_weights_close,
+    assert_within,
+    relative_error,
+)
 from tests.support.subject import seeded
+from tests.support.training import OWN_DTYPES, update_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("double")
 
 MESHES = [(1, 2), (2, 2), (1, 3)]
 
@@ -50,8 +58,8 @@ def pair(
         sharded,
         device_mesh,
         units=("?",),
-        runtime=sshsdp.RuntimePolicy(dtype=torch.float32),
-        update=sshsdp.UpdatePolicy(**update),
+        runtime=sshsdp.RuntimePolicy(dtype=None),
+        update=sshsdp.UpdatePolicy(**update_dtypes(None), **update),
     )
     optimizer = engine.attach(torch.optim.AdamW(groups(sharded), lr=1e-2))
     return plain, sharded, engine, optimizer, torch.optim.AdamW(groups(plain), lr=1e-2)
@@ -72,14 +80,14 @@ def look_at_gradients(mesh: tuple[int, int]) -> None:
         if parameter.requires_grad:
             found = engine.gradient(name)
             assert found is not None and found.shape == parameter.shape
-            assert relative_error(found, parameter.grad) <= 1e-6, name
+            assert_within(relative_error(found, parameter.grad), ROUNDING, name)
     for norm_type in (1.0, 2.0, float("inf")):
         norms = engine.grad_norms(optimizer, norm_type)
         for norm, group in zip(norms, groups(plain), strict=True):
             gradients = [p.grad for p in group["params"]]
             expected = nn.utils.get_total_norm(gradients, norm_type)
             assert norm.shape == ()
-            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            torch.testing.assert_close(norm, expected, rtol=ROUNDING, atol=0)
     with pytest.raises(KeyError, match=r"no parameter 'nope'"):
         engine.gradient("nope")
     with pytest.raises(ValueError, match=r"'2\.bias' is frozen"):
@@ -100,12 +108,12 @@ def clip_by(mesh: tuple[int, int], norm_type: float, foreach: bool | None) -> No
         norm = engine.clip_grad_norm_(0.1, norm_type, foreach=foreach)
         trained = [p for p in plain.parameters() if p.requires_grad]
         expected = nn.utils.clip_grad_norm_(trained, 0.1, norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm, expected, rtol=ROUNDING, atol=0)
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
     weights = engine.full_state_dict(rank0_only=False)
-    assert max(relative_error(weights[n], v) for n, v in plain.state_dict().items()) <= 2e-6
+    assert_weights_close(weights, plain.state_dict())
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
@@ -144,7 +152,7 @@ def skip_some_steps(mesh: tuple[int, int]) -> list[int]:
         optimizer.zero_grad()
         reference.zero_grad()
     weights = engine.full_state_dict(rank0_only=False)
-    assert max(relative_error(weights[n], v) for n, v in plain.state_dict().items()) <= 2e-6
+    assert_weights_close(weights, plain.state_dict())
     state = engine.full_optimizer_state_dict(optimizer)
     assert all(float(entry["step"]) == 3 for entry in state.get("state", {}).values())
     return skipped
@@ -178,9 +186,8 @@ def average_weights(mesh: tuple[int, int]) -> None:
         with torch.no_grad():
             output = sharded(data(9, 0))
     averaged = expected.module.state_dict()
-    for name, value in inside.items():
-        assert relative_error(value, averaged[name]) <= 2e-6, name
-    assert relative_error(output, expected.module(data(9, 0))) <= 2e-6
+    assert_weights_close(inside, averaged)
+    assert_within(relative_error(output, expected.module(data(9, 0))), ROUNDING, "output")
     after = engine.full_state_dict(rank0_only=False)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(ValueError, match="decay must be from 0 to 1"):
@@ -262,7 +269,7 @@ class Gatherer(nn.Module):
 
 def get_a_sparse_gradient() -> None:
     model = Gatherer()
-    sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    sshsdp.shard(model, **OWN_DTYPES)
     model().backward()
 
 

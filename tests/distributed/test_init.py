@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import sshsdp
-from tests.support.compare import relative_error
+from tests.support.compare import ROUNDING, assert_within, relative_error
 from tests.support.oddities import ODDITIES
-from tests.support.training import Recipe, prepare_model, subject_of
+from tests.support.training import OWN_DTYPES, Recipe, prepare_model, subject_of
 from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tests.support.subject import Subject
 
 ALL = [subject.name for subject in (*SUBJECTS, *ODDITIES)]
-FP32 = sshsdp.RuntimePolicy(dtype=torch.float32)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -50,7 +49,7 @@ def shard_other_values() -> None:
         model = subject.model(seed=dist.get_rank())
         for buffer in model.buffers():
             buffer.add_(dist.get_rank())
-        engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
+        engine = sshsdp.shard(model, units=subject.units, **OWN_DTYPES)
         assert_holds(model, engine, expected)
 
 
@@ -65,7 +64,7 @@ def shard_meta_elsewhere() -> None:
         expected = values_of(subject.model())
         model = built_on_meta(subject) if dist.get_rank() else subject.model()
         ties = _ties(model)
-        engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
+        engine = sshsdp.shard(model, units=subject.units, **OWN_DTYPES)
         assert _ties(model) == ties
         assert_holds(model, engine, expected)
 
@@ -94,7 +93,7 @@ def test_ranks_other_than_0_may_hold_the_model_on_meta(
 def train_from_meta(recipe: Recipe) -> list[float]:
     subject = subject_of(recipe)
     model = built_on_meta(subject) if dist.get_rank() else prepare_model(recipe)
-    engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
+    engine = sshsdp.shard(model, units=subject.units, **OWN_DTYPES)
     optimizer = engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(3):
@@ -124,6 +123,7 @@ def train_from_memory(recipe: Recipe, size: int) -> list[float]:
     return losses
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("subject", ["decoder", "llama", "bert"])
 def test_training_from_meta_equals_training_from_memory(
     workers: Callable[[int], Any], subject: str
@@ -132,7 +132,7 @@ def test_training_from_meta_equals_training_from_memory(
     recipe = Recipe(subject=subject)
     expected = train_from_memory(recipe, 2)
     for losses in workers(2).run(train_from_meta, recipe):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 # Meta on every rank
@@ -166,7 +166,7 @@ def meta_model() -> nn.Module:
 def initialize_everywhere() -> dict[str, torch.Tensor]:
     torch.manual_seed(dist.get_rank())
     model = meta_model()
-    engine = sshsdp.shard(model, units=("?",), runtime=FP32)
+    engine = sshsdp.shard(model, units=("?",), **OWN_DTYPES)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model[3].weight is model[0].weight
     model(torch.ones(2, 4)).sum().backward()
@@ -189,7 +189,7 @@ def test_a_model_on_meta_everywhere_is_initialised_by_its_modules(
 
 def initialize_transformers() -> tuple[float, float]:
     model = built_on_meta(subject_of(Recipe(subject="llama")))
-    engine = sshsdp.shard(model, runtime=FP32)
+    engine = sshsdp.shard(model, **OWN_DTYPES)
     whole = engine.full_state_dict(rank0_only=False)
     weight = whole["model.layers.0.mlp.up_proj.weight"]
     loss = subject_of(Recipe(subject="llama")).loss(model, torch.arange(7)[None])
@@ -255,7 +255,7 @@ def keep_identity() -> None:
     model = prepare_model(Recipe(subject="decoder"))
     parameters = dict(model.named_parameters())
     parameters["norm.weight"].tag = "mine"
-    engine = sshsdp.shard(model, runtime=FP32)
+    engine = sshsdp.shard(model, **OWN_DTYPES)
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert model.norm.weight.tag == "mine"
@@ -275,18 +275,19 @@ def train_closed_model(recipe: Recipe) -> list[torch.Tensor]:
     """After `close`, an ordinary model: whole on every rank, trainable, shardable again."""
     subject, model = subject_of(recipe), prepare_model(recipe)
     expected = values_of(model)
-    engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
+    engine = sshsdp.shard(model, units=subject.units, **OWN_DTYPES)
     engine.close()
     engine.close()
     assert all(torch.equal(value, expected[name]) for name, value in values_of(model).items())
     subject.loss(model, subject.micro_batch(0, 0, 0)).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    engine = sshsdp.shard(model, units=subject.units, runtime=FP32)
+    engine = sshsdp.shard(model, units=subject.units, **OWN_DTYPES)
     assert_holds(model, engine, values_of(prepare_model(recipe)))
     return grads
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("subject", ["decoder", "non-contiguous", "shared over blocks"])
 def test_a_closed_engine_leaves_an_ordinary_model(
     workers: Callable[[int], Any], subject: str
@@ -298,4 +299,4 @@ def test_a_closed_engine_leaves_an_ordinary_model(
     expected = [p.grad for p in plain.parameters() if p.grad is not None]
     for grads in workers(2).run(train_closed_model, recipe):
         for actual, wanted in zip(grads, expected, strict=True):
-            assert relative_error(actual, wanted) <= 1e-6
+            assert_within(relative_error(actual, wanted), ROUNDING)

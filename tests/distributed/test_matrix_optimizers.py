@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.compare import worst_weight
+from tests.support.compare import assert_weights_close
 from tests.support.matrices import Case, train_plain, train_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("double")
 
 MESHES = [(1, 4), (2, 2)]
 
@@ -31,16 +33,15 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def check(workers: Callable[[int], Any], case: Case, tolerance: float = 1e-5) -> None:
+def check(workers: Callable[[int], Any], case: Case, tolerance: float = 1e-11) -> None:
     actual, norms = workers(case.size).run(train_sharded, case)[0]
     expected, expected_norms = train_plain(case)
     for state_dict in (actual, expected):
         for name in [n for n in state_dict if "running_" in n or "num_" in n]:
             del state_dict[name]
-    error, name = worst_weight(actual, expected)
-    assert error <= tolerance, f"{name} differs by {error:.2e}"
+    assert_weights_close(actual, expected, tolerance)
     if case.clip is not None:
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert norms == pytest.approx(expected_norms, rel=tolerance)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from sshsdp.optim import muon_with_adamw
-from tests.support.compare import worst_weight
+from tests.support.compare import assert_weights_close
 from tests.support.matrices import Case, train_plain, train_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TOLERANCES = {"owner": 1e-5, "gram": 1e-3}
+# The Gram matrix of a matrix has the square of its condition number; iterations bring it out.
+TOLERANCES = {"owner": 1e-11, "gram": 1e-9}
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def ours(model: nn.Module, method: str) -> list[torch.optim.Optimizer]:
-    """Muon in fp32 on the hidden matrices, AdamW on the rest, in one optimizer."""
+    """Muon in full precision on the hidden matrices, AdamW on the rest, in one optimizer."""
     return [
         muon_with_adamw(
             model,
@@ -28,7 +31,7 @@ def ours(model: nn.Module, method: str) -> list[torch.optim.Optimizer]:
             weight_decay=0.1,
             adamw_lr=3e-3,
             method=method,
-            ns_dtype=torch.float32,
+            ns_dtype=torch.get_default_dtype(),
         )
     ]
 
@@ -74,10 +77,9 @@ def check(workers: Callable[[int], Any], case: Case, reference: Any, tolerance: 
     for state_dict in (actual, expected):
         for name in [n for n in state_dict if "running_" in n or "num_" in n]:
             del state_dict[name]
-    error, name = worst_weight(actual, expected)
-    assert error <= tolerance, f"{name} differs by {error:.2e}"
+    assert_weights_close(actual, expected, tolerance)
     if case.clip is not None:
-        assert norms == pytest.approx(expected_norms, rel=1e-4)
+        assert norms == pytest.approx(expected_norms, rel=tolerance)
 
 
 @pytest.mark.parametrize("mesh", [(1, 3), (2, 2)], ids=str)

@@ -1,8 +1,8 @@
 """Training in MXFP8 equals a single process that runs torchao's quantizer and dense products.
 
-Both sides do the same arithmetic on the same shapes, so that over one mesh axis they are the same
-to the bit or nearly so. A reduction over two axes adds in another order; a last bit can then round
-a weight or an activation to the next E4M3 value, so those runs are compared step by step.
+Both sides compute in float64 around the products, so that sums in another order differ by 1e-16.
+Only a value that lies as near as that to the middle between two E4M3 values would be rounded to
+another one: of the 10**7 values that a run quantizes, one in 10**7 runs does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.compare import assert_close, relative_error, worst_weight
+from tests.support.compare import (
+    ROUNDING,
+    assert_close,
+    assert_within,
+    relative_error,
+    worst_weight,
+)
 from tests.support.training import (
     Recipe,
     prepare_model,
@@ -25,6 +31,8 @@ from tests.support.training import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("double")
 
 SUBJECTS = [
     "decoder of 64",
@@ -129,11 +137,11 @@ def test_every_step_over_a_mesh_equals_the_reference(
 ) -> None:
     recipe = recipe_of(subject=subject, mesh=mesh, sharding=sharding, optimizer="plain sgd")
     for step, (error, name) in enumerate(workers(mesh[0] * mesh[1]).run(single_steps, recipe)[0]):
-        assert error <= 1e-6, f"step {step}: {name} differs by {error:.2e}"
+        assert_within(error, ROUNDING, f"step {step}: {name}")
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "as they are"])
 def test_packs_over_a_mesh_equal_the_reference(workers: Callable[[int], Any], packs: bool) -> None:
     recipe = recipe_of(subject="llama of 64", mesh=(2, 2), packs=packs, optimizer="plain sgd")
     for step, (error, name) in enumerate(workers(4).run(single_steps, recipe)[0]):
-        assert error <= 1e-6, f"step {step}: {name} differs by {error:.2e}"
+        assert_within(error, ROUNDING, f"step {step}: {name}")

@@ -53,6 +53,8 @@ def shampoo(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [pytorch_optimizer.Shampoo(model.parameters(), lr=1e-3)]
 
 
+pytestmark = pytest.mark.usefixtures("double")
+
 CASES: list[tuple[Make, str, tuple[int, int]]] = [
     (adamw, "convolutions", (2, 2)),
     (sgd, "experts", (1, 4)),

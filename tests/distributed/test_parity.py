@@ -2,7 +2,7 @@
 
 The reference (`tests.support.training.train_plain`) runs each rank's micro-batches one after
 another and averages in rank order. That is the arithmetic of the sharded run, so most of these
-agree bit for bit; what is asserted beyond one rank is the promise: 1e-6 relative after 10 steps.
+agree bit for bit; what is asserted beyond one rank leaves room for sums in another order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ import torch
 
 from tests.support.compare import assert_close, assert_identical, worst_weight
 from tests.support.oddities import ODDITIES
-from tests.support.training import Recipe, prepare_model, subject_of, train_plain, train_sshsdp
+from tests.support.training import (
+    Outcome,
+    Recipe,
+    prepare_model,
+    subject_of,
+    train_plain,
+    train_sshsdp,
+)
 from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("double")
 
 MAIN = [subject.name for subject in SUBJECTS]
 ODD = [subject.name for subject in ODDITIES]
@@ -122,8 +131,7 @@ def test_training_equals_one_forward_over_the_whole_batch(
         optimizer.step()
         optimizer.zero_grad()
     actual = workers(size).run(train_sshsdp, recipe)[0]
-    assert worst_weight(actual.weights, model.state_dict())[0] <= 1e-6
-    assert actual.losses == pytest.approx(losses, rel=1e-6)
+    assert_close(actual, Outcome(losses, [], model.state_dict()))
 
 
 def test_three_ranks_equal_plain_torch(workers: Callable[[int], Any]) -> None:

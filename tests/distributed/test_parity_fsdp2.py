@@ -1,7 +1,8 @@
-"""Training with `sshsdp` equals training with FSDP2 on the same ranks, in fp32 and in bf16."""
+"""Training with `sshsdp` equals training with FSDP2 on the same ranks, in float64 and in bf16."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sshsdp
-from tests.support.compare import assert_close, relative_error
+from tests.support.compare import assert_close, assert_within, relative_error
 from tests.support.training import Outcome, Recipe, train_fsdp2, train_sshsdp
 from tests.support.zoo import SUBJECTS
 
@@ -46,6 +47,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("subject", MAIN)
@@ -57,6 +59,7 @@ def test_training_equals_fsdp2(
     assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("subject", ODD_FOR_BOTH)
 def test_oddities_train_as_under_fsdp2(workers: Callable[[int], Any], subject: str) -> None:
     recipe = Recipe(subject=subject)
@@ -64,6 +67,7 @@ def test_oddities_train_as_under_fsdp2(workers: Callable[[int], Any], subject: s
     assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_fsdp2_with(workers: Callable[[int], Any], way: str) -> None:
     recipe = Recipe(subject="decoder", **WAYS[way])
@@ -83,7 +87,7 @@ def test_bf16_compute_gives_the_losses_of_fsdp2_with_bf16_compute_and_fp32_reduc
     assert ours.losses == pytest.approx(theirs.losses, rel=bf16_step)
     assert ours.norms == pytest.approx(theirs.norms, rel=4 * bf16_step)
     for name, expected in theirs.weights.items():
-        assert relative_error(ours.weights[name], expected) < 0.05, name
+        assert_within(relative_error(ours.weights[name], expected), 0.05, name)
     fp32 = workers(2).run(train_sshsdp, Recipe(subject=subject, micro_batches=micro_batches))[0]
     assert ours.losses == pytest.approx(fp32.losses, rel=0.05)
     assert ours.losses != fp32.losses
@@ -93,7 +97,7 @@ def test_normalisation_may_stay_in_fp32_beside_bf16_layers(workers: Callable[[in
     """Batch normalisation on CPU takes bf16 data only with fp32 weights and statistics."""
     recipe = Recipe(subject="convolutions", clip=1.0)
     kept = {"stages.*.1.*": torch.float32}
-    mixed = workers(2).run(_train_in_mixed_formats, recipe, kept)[0]
+    mixed = workers(2).run(_train_in_mixed_formats, replace(recipe, dtype=torch.bfloat16), kept)[0]
     fp32 = workers(2).run(train_sshsdp, recipe)[0]
     assert mixed.losses == pytest.approx(fp32.losses, rel=0.02)
     assert mixed.losses != fp32.losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,7 +12,11 @@ from sshsdp.optim import Muon, muon_with_adamw
 from sshsdp.optim.gram_exchange import split_by_size
 from sshsdp.optim.muon import choose_method
 from sshsdp.optim.newton_schulz import COEFFICIENTS, gram_factors, orthogonalize
-from tests.support.compare import relative_error
+from tests.support.compare import assert_within, relative_error
+from tests.support.matrices import iterating_in_full
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHAPES = [(8, 5), (5, 8), (6, 6), (8, 5), (12, 3), (1, 7)]
 
@@ -35,9 +39,10 @@ def run(tensors: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: in
 
 
 @pytest.fixture
-def iterating_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch.optim.Muon, which casts to bfloat16, iterate in float32."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone())
+def in_full(double: None) -> Iterator[None]:
+    """All is in float64, and torch.optim.Muon, which casts to bfloat16, iterates in it."""
+    with iterating_in_full():
+        yield
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,13 +54,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.usefixtures("iterating_in_fp32")
+@pytest.mark.usefixtures("in_full")
 def test_twenty_steps_equal_torch_s(options: str) -> None:
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
-    run(ours, Muon(ours, lr=0.05, ns_dtype=torch.float32, **OPTIONS[options]))
+    run(ours, Muon(ours, lr=0.05, ns_dtype=torch.float64, **OPTIONS[options]))
     run(theirs, torch.optim.Muon(theirs, lr=0.05, **OPTIONS[options]))
     for mine, other in zip(ours, theirs, strict=True):
-        assert relative_error(mine.detach(), other.detach()) <= 1e-5
+        assert_within(relative_error(mine.detach(), other.detach()), 1e-11)
 
 
 def test_bf16_iteration_differs_from_torch_s_by_its_rounding() -> None:
@@ -63,17 +68,17 @@ def test_bf16_iteration_differs_from_torch_s_by_its_rounding() -> None:
     run(ours, Muon(ours, lr=0.05))
     run(theirs, torch.optim.Muon(theirs, lr=0.05))
     for mine, other in zip(ours, theirs, strict=True):
-        assert relative_error(mine.detach(), other.detach()) <= 2e-2
+        assert_within(relative_error(mine.detach(), other.detach()), 2e-2)
 
 
-@pytest.mark.usefixtures("iterating_in_fp32")
+@pytest.mark.usefixtures("in_full")
 def test_experts_are_matrices_of_their_own_and_convolutions_are_flattened() -> None:
     ours = parameters([(3, 6, 4), (5, 2, 3, 3)])
     ours[1].data = ours[1].data.to(memory_format=torch.channels_last)
     experts = [nn.Parameter(part.clone()) for part in ours[0].detach()]
     flat = nn.Parameter(ours[1].detach().clone().flatten(1))
     theirs = [*experts, flat]
-    mine = Muon(ours, lr=0.05, ns_dtype=torch.float32)
+    mine = Muon(ours, lr=0.05, ns_dtype=torch.float64)
     other = torch.optim.Muon(theirs, lr=0.05)
     for step in range(5):
         set_gradients(ours, step)
@@ -82,8 +87,8 @@ def test_experts_are_matrices_of_their_own_and_convolutions_are_flattened() -> N
         flat.grad = ours[1].grad.flatten(1)  # type: ignore[union-attr]
         mine.step()
         other.step()
-    assert relative_error(ours[0].detach(), torch.stack(experts).detach()) <= 1e-5
-    assert relative_error(ours[1].detach().flatten(1), flat.detach()) <= 1e-5
+    assert_within(relative_error(ours[0].detach(), torch.stack(experts).detach()), 1e-11)
+    assert_within(relative_error(ours[1].detach().flatten(1), flat.detach()), 1e-11)
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
@@ -103,7 +108,7 @@ def test_gram_factors_give_what_the_iteration_gives(
     exact = orthogonalize(matrix[None], dtype=torch.float64, **options)[0]
     single = matrix.float()
     found = single @ gram_factors((single.mT @ single)[None], **options)[0]
-    assert relative_error(found.double(), exact) <= 1e-3
+    assert_within(relative_error(found.double(), exact), 1e-3)
 
 
 def test_a_group_of_adamw_is_torch_s_adamw() -> None:

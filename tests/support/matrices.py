@@ -1,7 +1,7 @@
 """Training with optimizers that see whole matrices, on a mesh and in one process.
 
 Newton-Schulz in bf16 turns a last bit, as of a sum in another order, into a visible difference: so
-`iterating_in_fp32` is around all steps.
+`iterating_in_full` is around all steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import sshsdp
-from tests.support.subject import Subject, by_name
+from tests.support.subject import Subject, by_name, widened
+from tests.support.training import update_dtypes
 from tests.support.zoo import SUBJECTS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ __all__ = [
     "Case",
     "attach",
     "build",
-    "iterating_in_fp32",
+    "iterating_in_full",
     "step_of",
     "train_plain",
     "train_sharded",
@@ -35,9 +36,9 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def iterating_in_fp32() -> Iterator[None]:
-    """Have torch.optim.Muon, which casts to bfloat16, iterate in float32."""
-    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()):
+def iterating_in_full() -> Iterator[None]:
+    """Have torch.optim.Muon, which casts to bfloat16, iterate in the gradients' own dtype."""
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.clone()):
         yield
 
 
@@ -74,7 +75,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(model(batch[:, :5]).float(), batch[:, 5:].argmax(1))
+    return functional.cross_entropy(widened(model(batch[:, :5])), batch[:, 5:].argmax(1))
 
 
 _SUBJECTS = by_name(
@@ -97,7 +98,7 @@ class Case:
         micro_batches: In each step; all but the last without reducing if ``defers``.
         clip: Norm to clip to.
         sharding: Of the update state.
-        dtype: Of runtime parameters.
+        dtype: Of runtime parameters; None: the model's own, of masters and sums as well.
         packs: Run with the packs that are found.
     """
 
@@ -109,7 +110,7 @@ class Case:
     defers: bool = True
     clip: float | None = None
     sharding: Any = "hierarchical"
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     packs: bool = False
 
     @property
@@ -142,7 +143,7 @@ def attach(
         runtime=sshsdp.RuntimePolicy(
             dtype=case.dtype, packs=sshsdp.find_packs(model) if case.packs else ()
         ),
-        update=sshsdp.UpdatePolicy(sharding=case.sharding),
+        update=sshsdp.UpdatePolicy(sharding=case.sharding, **update_dtypes(case.dtype)),
     )
     return model, engine, engine.attach(case.make(model))
 
@@ -160,7 +161,7 @@ def step_of(
         with engine.no_sync(defers):
             loss_of(case, model, step, micro, dist.get_rank()).backward()
     norm = None if case.clip is None else engine.clip_grad_norm_(case.clip).item()
-    with iterating_in_fp32():
+    with iterating_in_full():
         for optimizer in optimizers:
             optimizer.step()
     for optimizer in optimizers:
@@ -198,7 +199,7 @@ def train_plain(case: Case) -> tuple[dict[str, torch.Tensor], list[float | None]
             parameter.grad = None if total is None else total / case.size
         norm = case.clip and nn.utils.clip_grad_norm_(parameters, case.clip).item()
         norms.append(norm)
-        with iterating_in_fp32():
+        with iterating_in_full():
             for optimizer in optimizers:
                 optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, norms

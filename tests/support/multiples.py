@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.subject import Subject
-from tests.support.zoo import Decoder, next_token_loss, random_tokens
+from tests.support.zoo import Decoder, next_token_loss, random_tokens, without_fp32_norms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def build_llama() -> nn.Module:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    return without_fp32_norms(LlamaForCausalLM(config))
 
 
 MULTIPLES = [

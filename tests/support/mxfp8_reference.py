@@ -10,6 +10,8 @@ from torch import nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 
+from tests.support.subject import widened
+
 __all__ = ["ReferenceLinear", "blocks", "reference_linear", "rounded", "run_by_reference"]
 
 
@@ -24,13 +26,13 @@ def blocks(
 
 
 def rounded(values: torch.Tensor, dim: int, mode: str = "rceil") -> torch.Tensor:
-    """Values after MXFP8 rounding in zero-padded blocks along ``dim``, in float32."""
-    along = values.float().movedim(dim, -1)
+    """Values after MXFP8 rounding in zero-padded blocks along ``dim``, in float32 or float64."""
+    along = values.movedim(dim, -1)
     size = along.shape[-1]
-    padded = torch.nn.functional.pad(along, (0, -size % 32)).contiguous()
+    padded = torch.nn.functional.pad(along.float(), (0, -size % 32)).contiguous()
     scales, data = to_mx(padded, torch.float8_e4m3fn, 32, ScaleCalculationMode(mode))
     result = to_dtype(data, scales, torch.float8_e4m3fn, 32, torch.float32)
-    return result[..., :size].movedim(-1, dim)
+    return widened(result.to(values.dtype))[..., :size].movedim(-1, dim)
 
 
 class _Function(torch.autograd.Function):

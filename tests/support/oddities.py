@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.support.subject import Subject
+from tests.support.subject import Subject, widened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,7 +324,7 @@ def rows_and_rank(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, 
 
 def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
     args = batch if isinstance(batch, tuple) else (batch,)
-    return (model(*args).float() - 0.5).square().mean()
+    return (widened(model(*args)) - 0.5).square().mean()
 
 
 def _subject(

@@ -32,7 +32,7 @@ def assert_forward_uses_masters(
     """The loss is, bit for bit, that of a plain model that holds the cast masters."""
     plain = prepare_model(recipe)
     plain.load_state_dict(engine.full_state_dict(rank0_only=False))
-    plain.to(recipe.dtype)
+    plain.to(recipe.dtype or torch.get_default_dtype())
     with torch.no_grad():
         actual = subject_of(recipe).loss(model, batch)
         expected = subject_of(recipe).loss(plain, batch)

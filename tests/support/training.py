@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = [
+    "OWN_DTYPES",
     "Outcome",
     "Recipe",
     "make_optimizer",
@@ -35,6 +36,7 @@ __all__ = [
     "train_fsdp2",
     "train_plain",
     "train_sshsdp",
+    "update_dtypes",
 ]
 
 _SUBJECTS = by_name([*SUBJECTS, *ODDITIES, *MULTIPLES])
@@ -56,7 +58,8 @@ class Recipe:
         interleaved: Two param groups, every other parameter in each.
         prefetch: Units gathered ahead.
         reshard: Free parameters after forward.
-        dtype: Compute dtype.
+        dtype: Compute dtype, over masters and sums in float32. None: all is in the model's own,
+            torch's default dtype.
         mesh: ``(replicate, shard)``; None for a 1-D mesh.
         sharding: Of the update state over such a mesh.
         packs: Run with the packs that `sshsdp.find_packs` finds.
@@ -75,7 +78,7 @@ class Recipe:
     interleaved: bool = False
     prefetch: int = 1
     reshard: bool = True
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     mesh: tuple[int, int] | None = None
     sharding: Literal["hierarchical", "replicated"] = "hierarchical"
     packs: bool = False
@@ -94,7 +97,19 @@ class Recipe:
     @property
     def update_policy(self) -> sshsdp.UpdatePolicy:
         """The policy for `sshsdp.shard`."""
-        return sshsdp.UpdatePolicy(sharding=self.sharding)
+        return sshsdp.UpdatePolicy(sharding=self.sharding, **update_dtypes(self.dtype))
+
+
+def update_dtypes(dtype: torch.dtype | None) -> dict[str, torch.dtype | None]:
+    """``dtype`` and ``reduce_dtype`` of an `sshsdp.UpdatePolicy`, for a compute dtype."""
+    return dict.fromkeys(("dtype", "reduce_dtype"), dtype and torch.float32)
+
+
+# For `sshsdp.shard`: all is in the dtype that the model is in.
+OWN_DTYPES: dict[str, Any] = {
+    "runtime": sshsdp.RuntimePolicy(dtype=None),
+    "update": sshsdp.UpdatePolicy(dtype=None, reduce_dtype=None),
+}
 
 
 @dataclass
@@ -226,7 +241,8 @@ def train_fsdp2(recipe: Recipe) -> Outcome:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = prepare_model(recipe)
-    policy = MixedPrecisionPolicy(param_dtype=recipe.dtype, reduce_dtype=torch.float32)
+    reduce_dtype = update_dtypes(recipe.dtype)["reduce_dtype"]
+    policy = MixedPrecisionPolicy(param_dtype=recipe.dtype, reduce_dtype=reduce_dtype)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     units = unit_modules(model, subject_of(recipe).units)
     for module in [*reversed(units), model]:

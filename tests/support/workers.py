@@ -29,6 +29,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from tests.support import margins
+from tests.support.subject import SEED
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
@@ -53,6 +59,8 @@ class _Job:
     size: int
     store: str
     timeout: float
+    test: str
+    default_dtype: torch.dtype
 
 
 class _Worker:
@@ -122,7 +130,8 @@ class WorkerPool:
 
         Args:
             size: World size of the process group.
-            function: A module-level function; inside, the default process group (gloo) is there.
+            function: A module-level function; inside, the default process group (gloo) is there,
+                and torch's default dtype is the caller's.
             args: Picklable.
             timeout: Seconds until the run is given up, and its processes with it.
             kwargs: Picklable.
@@ -137,7 +146,9 @@ class WorkerPool:
             self._workers.append(_Worker(len(self._workers), self._folder))
         self._num_runs += 1
         store = str(self._folder / f"store.{self._num_runs}")
-        job = _Job(function, args, kwargs, size, store, timeout)
+        test = os.environ.get(margins.TEST, "")
+        dtype = torch.get_default_dtype()
+        job = _Job(function, args, kwargs, size, store, timeout, test, dtype)
         workers = self._workers[:size]
         for worker in workers:
             worker.send(job)
@@ -200,9 +211,8 @@ def _serve(rank: int, connection: Connection, stacks: Path) -> None:
         if Path("/sys/class/net/lo").exists():
             # Without it gloo resolves the host's name, which need not have an address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        import torch
-
         torch.set_num_threads(1)
+        margins.install()
         warnings.simplefilter("ignore")
         while True:
             try:
@@ -229,9 +239,8 @@ def _collect_garbage() -> None:
 
 
 def _run(job: _Job, rank: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
+    os.environ[margins.TEST] = job.test
+    torch.set_default_dtype(job.default_dtype)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job.store, job.size),
@@ -240,7 +249,7 @@ def _run(job: _Job, rank: int) -> Any:
         timeout=timedelta(seconds=max(job.timeout - 10, 5)),
     )
     try:
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         return job.function(*job.args, **job.kwargs)
     finally:
         # Peers that wait for this rank then fail at once instead of at the time limit.

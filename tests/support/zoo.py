@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.subject import Subject
+from tests.support.subject import Subject, widened
 
-__all__ = ["SUBJECTS", "Decoder", "next_token_loss"]
+__all__ = ["SUBJECTS", "Decoder", "next_token_loss", "without_fp32_norms"]
 
 VOCABULARY, LENGTH, BATCH = 31, 6, 2
 
@@ -125,7 +125,7 @@ def random_tokens(generator: torch.Generator, rank: int) -> torch.Tensor:
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     output = model(tokens[:, :-1])
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return functional.cross_entropy(widened(logits.flatten(0, 1)), tokens[:, 1:].flatten())
 
 
 def build_llama() -> nn.Module:
@@ -143,7 +143,19 @@ def build_llama() -> nn.Module:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    return without_fp32_norms(LlamaForCausalLM(config))
+
+
+def without_fp32_norms(model: nn.Module) -> nn.Module:
+    """Have norms compute in float64 where the model is in it; transformers' always take float32."""
+    if torch.get_default_dtype() == torch.float64:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        for name, module in list(model.named_modules()):
+            if isinstance(module, LlamaRMSNorm):
+                norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+                model.set_submodule(name, norm)
+    return model
 
 
 def build_bert() -> nn.Module:
@@ -171,7 +183,7 @@ def bert_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(tokens)
     mask[0, -2:] = 0
     output = model(input_ids=tokens, attention_mask=mask)
-    return output.last_hidden_state.float().pow(3).mean() + output.pooler_output.float().mean()
+    return widened(output.last_hidden_state).pow(3).mean() + widened(output.pooler_output).mean()
 
 
 def random_images(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +193,7 @@ def random_images(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, 
 
 def image_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     images, labels = batch
-    return functional.cross_entropy(model(images).float(), labels)
+    return functional.cross_entropy(widened(model(images)), labels)
 
 
 SUBJECTS = [
