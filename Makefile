@@ -18,10 +18,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench clean
+.PHONY: help venv demo test test-numerics test-portable lint format bench clean
 
 help: ## Show this list.
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 venv: $(STAMP) ## Make the virtual environment, if the lock or pyproject.toml changed.
 
@@ -45,6 +45,14 @@ demo: $(STAMP) ## Fine-tune SmolLM2-135M on the King James Bible, on two process
 test: $(STAMP) ## Run the tests.
 	@echo "Running all tests, most of them on two to four processes: about 25 minutes on 2 cores"
 	$(BIN)/python -m pytest
+
+test-numerics: $(STAMP) ## Run the numerical tests with the oldest CPU instructions.
+	@echo "Running the tests that compare sums, without AVX: about 10 minutes on 2 cores"
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -m numerical
+
+test-portable: $(STAMP) ## Run all tests as other machines would: instructions, threads, seeds, load.
+	@echo "Running all tests in three ways: about 90 minutes on 2 cores"
+	$(BIN)/python -m tests.portable
 
 lint: $(STAMP) ## Check style, format, types and spelling.
 	$(BIN)/ruff check .

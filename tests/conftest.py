@@ -10,7 +10,7 @@ import torch
 
 from tests.support import margins
 from tests.support.subject import in_double
-from tests.support.workers import WorkerPool
+from tests.support.workers import NUM_THREADS, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 margins.install()
 
 # As in the workers: sums over several threads round otherwise, and references must not differ.
-torch.set_num_threads(1)
+torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "double" in getattr(item, "fixturenames", ()):
+            item.add_marker("numerical")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,8 @@
 
 Where ``SSHSDP_MARGINS`` names a file, each comparison (those of `tests.support.compare`,
 ``torch.testing.assert_close`` and ``pytest.approx``) appends ``error / bound`` to it, under the
-name of the test. ``python -m tests.support.margins FILE ...`` prints the nearest ones.
+name of the test. ``python -m tests.support.margins FILE ...`` prints the nearest ones, and
+`tests.portable` does so after running all tests in several ways.
 
 Exact comparisons have no margin and are not recorded.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FILE", "TEST", "install", "nearest", "record"]
+__all__ = ["FILE", "TEST", "describe", "install", "nearest", "record"]
 
 FILE = "SSHSDP_MARGINS"
 # What pytest calls the running test; `tests.support.workers` hands it on to its processes.
@@ -90,9 +91,13 @@ def nearest(files: list[Path], count: int = 10) -> list[dict[str, Any]]:
     return sorted(worst.values(), key=lambda entry: -entry["ratio"])[:count]
 
 
+def describe(one: dict[str, Any]) -> str:
+    """An entry of `nearest` in two lines."""
+    return (
+        f"{one['ratio']:8.1%} of the bound: {one['test']}\n"
+        f"          {one['error']:.2e} of {one['bound']:.2e}  {one['what']}  [{one['run']}]"
+    )
+
+
 if __name__ == "__main__":
-    for one in nearest([Path(name) for name in sys.argv[1:]]):
-        print(
-            f"{one['ratio']:8.1%} of the bound: {one['test']}\n"
-            f"          {one['error']:.2e} of {one['bound']:.2e}  {one['what']}  [{one['run']}]"
-        )
+    print("\n".join(map(describe, nearest([Path(name) for name in sys.argv[1:]]))))

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
-__all__ = ["WorkerPool", "WorkersFailedError"]
+__all__ = ["NUM_THREADS", "WorkerPool", "WorkersFailedError"]
 
 DEFAULT_TIMEOUT = 90.0
+# Of every process; more would wait for each other where ranks share a few cores.
+NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 # How long the other ranks may take to fail too, once one has: they often wait for it.
 GRACE_AFTER_FAILURE = 8.0
 
@@ -207,11 +209,11 @@ def _serve(rank: int, connection: Connection, stacks: Path) -> None:
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+        os.environ.update(OMP_NUM_THREADS=str(NUM_THREADS), TOKENIZERS_PARALLELISM="false")
         if Path("/sys/class/net/lo").exists():
             # Without it gloo resolves the host's name, which need not have an address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.set_num_threads(1)
+        torch.set_num_threads(NUM_THREADS)
         margins.install()
         warnings.simplefilter("ignore")
         while True:
