@@ -28,6 +28,7 @@ from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.checkpoint import rendezvous
 from tests.accelerate.models import Pair, loader, make
 from tests.accelerate.training import grouped, new_accelerator, step, warm_up
+from tests.support.matrices import iterating_in_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +162,8 @@ def _muon_with_adamw(which: str, folder: Path) -> list[float]:
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             for one in (muon, adamw):
-                one.step()
+                with iterating_in_full():
+                    one.step()
                 one.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
         return losses

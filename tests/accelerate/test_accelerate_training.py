@@ -13,9 +13,18 @@ from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.engine.space_format import BlockSpaceFormat
 from tests.accelerate.models import LENGTH, VOCABULARY, Pair, llama, loader, make
 from tests.accelerate.training import new_accelerator, train
+from tests.support.compare import assert_within
 
 if TYPE_CHECKING:
     from tests.accelerate.conftest import Ranks
+
+
+def _distance(left: Any, right: Any) -> float:
+    """Of two lists of numbers or dicts of tensors."""
+    if isinstance(left, dict):
+        pairs = zip(left.values(), right.values(), strict=True)
+        return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 def _assert_trains_like_ddp(
@@ -23,13 +32,12 @@ def _assert_trains_like_ddp(
     options: dict[str, Any],
     plugin: dict[str, Any] | None = None,
     frozen: tuple[str, ...] = (),
-    tolerance: float = 1e-5,
 ) -> None:
     theirs = train(new_accelerator("ddp", **options), kind, frozen=frozen)
     accelerator = new_accelerator("ours", sshsdp_plugin=SSHSDPPlugin(**plugin or {}), **options)
     ours = train(accelerator, kind, frozen=frozen)
-    assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
-    assert ours.norms == pytest.approx(theirs.norms, rel=10 * tolerance)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
     assert ours.rates == theirs.rates
     assert len(set(ours.rates)) > 1
     if not accelerator.is_main_process:
@@ -41,9 +49,7 @@ def _assert_trains_like_ddp(
         if name.endswith(("key.bias", "k_proj.bias")):
             # Softmax makes their gradients zero but for rounding, which Adam scales up.
             continue
-        torch.testing.assert_close(
-            ours.weights[name].to(value.dtype), value, rtol=0, atol=tolerance
-        )
+        torch.testing.assert_close(ours.weights[name].to(value.dtype), value, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "t5", "vit"])
@@ -100,9 +106,25 @@ def test_replicas_and_shards_equal_ddp(four_ranks: Ranks) -> None:
     four_ranks.run(_assert_trains_like_ddp, "llama", {"gradient_accumulation_steps": 2}, plugin)
 
 
+def _assert_bf16_rounds_like_ddp() -> None:
+    full = train(new_accelerator("ddp"), "llama")
+    theirs, ours = (
+        train(new_accelerator(kind, mixed_precision="bf16"), "llama") for kind in ("ddp", "ours")
+    )
+    kinds = ["losses", "norms", *(["weights"] if ours.weights else [])]
+    for kind in kinds:
+        distance = _distance(getattr(ours, kind), getattr(theirs, kind))
+        spread = _distance(getattr(full, kind), getattr(theirs, kind))
+        assert_within(distance, 6 * spread, kind)
+        assert spread > 0
+
+
 def test_bf16_is_as_close_to_ddp_as_rounding_allows(two_ranks: Ranks) -> None:
-    options = {"mixed_precision": "bf16"}
-    two_ranks.run(_assert_trains_like_ddp, "llama", options, None, (), 5e-3)
+    """Either is one rounding away from float32, so the two are at most two of them apart.
+
+    How far one reaches is DDP's to show; three times that is left for chance.
+    """
+    two_ranks.run(_assert_bf16_rounds_like_ddp)
 
 
 def _train_mxfp8(kind: str, precision: str) -> list[float]:
