@@ -13,18 +13,10 @@ from accelerate_sshsdp import SSHSDPPlugin, engine_of
 from sshsdp.engine.space_format import BlockSpaceFormat
 from tests.accelerate.models import LENGTH, VOCABULARY, Pair, llama, loader, make
 from tests.accelerate.training import new_accelerator, train
-from tests.support.compare import assert_within
+from tests.support.compare import assert_rounds_alike
 
 if TYPE_CHECKING:
     from tests.accelerate.conftest import Ranks
-
-
-def _distance(left: Any, right: Any) -> float:
-    """Of two lists of numbers or dicts of tensors."""
-    if isinstance(left, dict):
-        pairs = zip(left.values(), right.values(), strict=True)
-        return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
-    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 def _assert_trains_like_ddp(
@@ -111,19 +103,10 @@ def _assert_bf16_rounds_like_ddp() -> None:
     theirs, ours = (
         train(new_accelerator(kind, mixed_precision="bf16"), "llama") for kind in ("ddp", "ours")
     )
-    kinds = ["losses", "norms", *(["weights"] if ours.weights else [])]
-    for kind in kinds:
-        distance = _distance(getattr(ours, kind), getattr(theirs, kind))
-        spread = _distance(getattr(full, kind), getattr(theirs, kind))
-        assert_within(distance, 6 * spread, kind)
-        assert spread > 0
+    assert_rounds_alike(ours, theirs, full)
 
 
 def test_bf16_is_as_close_to_ddp_as_rounding_allows(two_ranks: Ranks) -> None:
-    """Either is one rounding away from float32, so the two are at most two of them apart.
-
-    How far one reaches is DDP's to show; three times that is left for chance.
-    """
     two_ranks.run(_assert_bf16_rounds_like_ddp)
 
 

@@ -9,7 +9,7 @@ contribution that is lost, doubled or late by parts in a hundred.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.support.margins import record
 
@@ -24,8 +24,10 @@ __all__ = [
     "ROUNDING",
     "assert_close",
     "assert_identical",
+    "assert_rounds_alike",
     "assert_weights_close",
     "assert_within",
+    "distance",
     "relative_error",
     "worst_weight",
 ]
@@ -78,6 +80,34 @@ def assert_close(actual: Outcome, expected: Outcome, tolerance: float = ROUNDING
     assert_weights_close(actual.weights, expected.weights, tolerance)
     assert_within(_largest(actual.losses, expected.losses), tolerance, "a loss")
     assert_within(_largest(actual.norms, expected.norms), tolerance, "a norm")
+
+
+def distance(left: Any, right: Any) -> float:
+    """Between two lists of numbers (the largest one) or dicts of tensors (Euclidean)."""
+    if isinstance(left, dict):
+        pairs = zip(left.values(), right.values(), strict=True)
+        return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
+    return max((abs(a - b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def assert_rounds_alike(actual: Any, expected: Any, unrounded: Any) -> None:
+    """Two runs in bf16 lie no further apart than rounding explains.
+
+    Either is one run's rounding away from the same run in float32, so the two are at most two of
+    them apart. How far one reaches is the reference's to show; three times that is left for chance.
+
+    Args:
+        actual: With ``losses``, ``norms`` and ``weights``.
+        expected: The reference in bf16.
+        unrounded: The reference in float32.
+    """
+    for kind in ("losses", "norms", "weights"):
+        values = getattr(actual, kind)
+        # Only one rank has the weights.
+        if values:
+            spread = distance(getattr(expected, kind), getattr(unrounded, kind))
+            assert spread > 0
+            assert_within(distance(values, getattr(expected, kind)), 6 * spread, kind)
 
 
 def assert_identical(actual: Outcome, expected: Outcome) -> None:
