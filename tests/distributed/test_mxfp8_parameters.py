@@ -178,7 +178,7 @@ def test_a_pack_with_a_dense_member_is_dense_and_the_table_says_why(
 def test_policies_refuse_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="format must be None, 'mxfp8'"):
         sshsdp.RuntimePolicy(format="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16, float32 or float64"):
         sshsdp.RuntimePolicy(format="mxfp8", dtype=torch.float16)
     with pytest.raises(TypeError, match="must be a runtime format"):
         sshsdp.RuntimePolicy(formats={"*": "mxfp8"})  # type: ignore[dict-item]

@@ -80,9 +80,10 @@ def test_a_trainer_trains_in_mxfp8_however_it_is_asked_to(two_ranks: Ranks) -> N
     dense = found["dense"]
     assert dense[1] == []
     assert found["trainer"][0] != dense[0]
-    assert found["trainer"][0] == pytest.approx(dense[0], rel=0.02)
+    # Rounding moves a weight or an activation by a sixteenth at most.
+    assert found["trainer"][0] == pytest.approx(dense[0], rel=1 / 16)
     assert found["fp32"][1] == ["down.weight", "up.weight"]
-    assert found["fp32"][0] == pytest.approx(dense[0], rel=0.02)
+    assert found["fp32"][0] == pytest.approx(dense[0], rel=1 / 16)
 
 
 def train_with_fabric(way: str) -> tuple[list[float], list[str]]:
@@ -150,5 +151,5 @@ def test_other_strategies_and_other_words_are_refused() -> None:
         make_trainer("sshsdp", precision="fp8")
     with pytest.raises(ValueError, match=r"write RuntimePolicy\(format='mxfp8'"):
         lightning_sshsdp.SSHSDPStrategy(runtime=sshsdp.RuntimePolicy(), precision="mxfp8")
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16, float32 or float64"):
         runtime_policy(None, "16-mixed", nn.Module(), quantizes=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ class Orders:
         reduction = merge_sequences(default[::-1], [by_rank[2] for by_rank in seen])
         reached = {index for by_rank in seen for index in by_rank[1]}
         recomputed = {index for by_rank in seen for index in by_rank[3]}
-        # Units without a backward are not gathered for one. One that no rank has used yet may have.
         detached = {index for by_rank in seen for index in by_rank[4]} - reached
-        dispensable = {i for i in detached if not units[i].trainable_spaces}
+        # Frozen units in front of the first trainable one never have a backward. Others may have,
+        # in a step in which ranks take other ways.
+        blocks = [index for index in forward if not units[index].is_root]
+        leading = itertools.takewhile(lambda index: not units[index].trainable_spaces, blocks)
+        dispensable = detached.intersection(leading)
         return cls(
             [units[index] for index in forward],
             [units[index] for index in backward if index not in dispensable],
@@ -110,7 +113,7 @@ def _sort(default: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[in
     followers: dict[int, list[int]] = {item: [] for item in default}
     num_before = dict.fromkeys(default, 0)
     for sequence in sequences:
-        for earlier, later in pairwise(sequence):
+        for earlier, later in itertools.pairwise(sequence):
             followers[earlier].append(later)
             num_before[later] += 1
     ready = [(place[item], item) for item in default if not num_before[item]]

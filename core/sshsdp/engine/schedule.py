@@ -10,7 +10,8 @@ parameters takes part.
 No rank waits for what its peers cannot send yet. Before it waits for a gather, a rank reduces all
 that is due. While its backward runs, it waits only for sums over ``shard``, in order, up to the
 first unit that it skipped: skippers run ahead of their peers, which may need a later gather before
-they join in. The rest is taken when it is known to be there, or when backward is over.
+they join in. When its backward is over, it starts all gathers and reductions that are left before
+it waits for any: its peers may need either kind first. What is there meanwhile is taken, and freed.
 
 Forward walks through the units once per call of the root module, backward once per such call whose
 graph is reached. Units called out of turn (a second time, or outside of the root module) are
@@ -86,11 +87,24 @@ class _Walk:
             self.ahead.remove(unit)
             let_go(unit)
 
-    def finish(self, let_go: LetGo) -> None:
-        """Gather and let go of all that is left."""
+    def drop_what_is_there(self, let_go: LetGo) -> None:
+        """Let go of units that were gathered ahead and that need not be waited for."""
+        for unit in [unit for unit in self.ahead if unit.is_there]:
+            self.ahead.remove(unit)
+            let_go(unit)
+
+    def finish(self, let_go: LetGo, *, waits: bool) -> None:
+        """Gather and let go of all that is left.
+
+        Args:
+            let_go: Called with every unit.
+            waits: One after another; False: wait for nothing before all is on its way.
+        """
         while self.next < len(self.order):
+            self.drop_what_is_there(let_go)
             self.start(1)
-            self.drop_ahead(self.next, let_go)
+            if waits:
+                self.drop_ahead(self.next, let_go)
         self.drop_ahead(self.next, let_go)
 
 
@@ -194,7 +208,7 @@ class Schedule:
         """The root module's forward is over, or has raised."""
         self._pass_depth = max(self._pass_depth - 1, 0)
         if self._pass_depth == 0 and not self.is_pinned:
-            self._forward.finish(self._let_go_after_forward)
+            self._forward.finish(self._let_go_after_forward, waits=True)
             # Without grad, nothing else frees what was gathered out of turn.
             for unit in self.units:
                 self._let_go_after_forward(unit)
@@ -267,7 +281,7 @@ class Schedule:
         self._note(unit, "backward")
         if self._swept_pass != pass_id:
             if self._swept_pass is not None:
-                self._backward.finish(self._let_go_in_backward)
+                self._backward.finish(self._let_go_in_backward, waits=False)
             self._swept_pass = pass_id
             self._backward.next = 0
         self._enter(unit)
@@ -329,22 +343,24 @@ class Schedule:
             self._reduce(unit)
             self._num_reduced += 1
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: Unit, *, waits: bool = True) -> None:
         # A unit that this rank skips: its peers gather it before they reduce it, and wait for us.
         if self._swept_pass is not None and not self.is_pinned:
             position = self._backward.position.get(unit, -1)
             while self._backward.next <= position:
+                self._backward.drop_what_is_there(self._let_go_in_backward)
                 self._backward.start(1)
         self.note_peaks()
-        self._take_reductions()
+        self._take_reductions(waits=waits)
         for space in unit.trainable_spaces:
             space.reduce()
         self._in_flight.append(unit)
 
-    def _take_reductions(self) -> None:
+    def _take_reductions(self, *, waits: bool) -> None:
         for unit in self._in_flight:
             spaces = unit.trainable_spaces
-            if unit not in self._entered and not all(space.is_summed for space in spaces):
+            may_wait = waits and unit in self._entered
+            if not may_wait and not all(space.is_summed for space in spaces):
                 break
             for space in spaces:
                 space.sum_over_shards()
@@ -361,11 +377,12 @@ class Schedule:
         self._in_flight.clear()
 
     def _end_backward(self) -> None:
+        reduces = self.is_synchronizing and self._has_gradients()
+        for unit in self._reduction[self._num_reduced :] if reduces else ():
+            self._reduce(unit, waits=False)
         if not self.is_pinned:
-            self._backward.finish(self._let_go_in_backward)
-        if self.is_synchronizing and self._has_gradients():
-            for unit in self._reduction[self._num_reduced :]:
-                self._reduce(unit)
+            self._backward.finish(self._let_go_in_backward, waits=False)
+        if reduces:
             # Gradients that came after their unit's reduction (graphs that hide a use of the unit).
             for unit in self._reduction:
                 if any(slot.is_written for slot in unit.slots):

@@ -111,6 +111,11 @@ class Unit:
             gather = self.spaces[0].topology.gather
             self._gathers.append(gather.all_gather_together(parts, self.name))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `wait` is known not to block."""
+        return all(pending.is_through for pending in self._gathers)
+
     def wait(self, reads: Reads) -> None:
         """Have the parameters, gathering them if nobody started to."""
         self.gather(reads)
