@@ -328,3 +328,41 @@ def _count_tensors() -> tuple[int, int]:
     recipe = Recipe(subject="decoder", decay_by_shape=True)
     _, engine, optimizer = shard(recipe)
     return sum(len(group["params"]) for group in optimizer.param_groups), len(engine.units)
+
+
+class Encoded(nn.Module):
+    """Frozen blocks in front of trained ones, with or without a graph."""
+
+    def __init__(self, records: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks[:2].requires_grad_(False)
+        self.records = records
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.records):
+            for block in self.blocks[:2]:
+                x = block(x)
+        for block in self.blocks[2:]:
+            x = torch.tanh(block(x))
+        return x
+
+
+def count_gathers(records: bool) -> dict[str, int]:
+    model = Encoded(records)
+    engine = sshsdp.shard(model, runtime=sshsdp.RuntimePolicy(dtype=torch.float32))
+    engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 8)).sum().backward()
+    with engine.record_collectives() as collectives:
+        model(torch.ones(2, 8)).sum().backward()
+    labels = [one.label for one in collectives if one.kind == "all_gather"]
+    return {label: labels.count(label) for label in labels}
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_frozen_units_in_front_are_gathered_for_forward_only(
+    workers: Callable[[int], Any], records: bool
+) -> None:
+    for counts in workers(2).run(count_gathers, records):
+        # The last unit stays gathered between forward and backward.
+        assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2, "blocks.3": 1}

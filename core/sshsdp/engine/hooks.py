@@ -177,6 +177,8 @@ class ModuleHooks:
             elif not tensors:
                 schedule.note_detached(unit)
         if not _is_in_backward():
+            if not torch.is_grad_enabled():
+                schedule.note_detached(unit)
             schedule.after_forward(unit)
 
     def _cast(self, inputs: Any) -> Any:

@@ -233,8 +233,9 @@ class Schedule:
         self._note(unit, "recomputed")
 
     def note_detached(self, unit: Unit) -> None:
-        """A forward with grad gave outputs that need none."""
-        self._note(unit, "detached")
+        """A forward gave outputs that need no grad, in a pass that has some."""
+        if self._pass_has_grad:
+            self._note(unit, "detached")
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit, if the policy says so."""
