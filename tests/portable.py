@@ -55,6 +55,8 @@ RUNS = [
             "ATEN_CPU_CAPABILITY": "avx2",
             "MKL_ENABLE_INSTRUCTIONS": "AVX2",
             "OMP_NUM_THREADS": "2",
+            # Threads that spin while they wait would take the cores from the other ranks.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "SSHSDP_SEED": "1",
         },
     ),
