@@ -10,11 +10,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import accelerate
     import torch
     from torch import nn
 
     import sshsdp
-    from accelerate_sshsdp.accelerator import Accelerator
 
 __all__ = ["attach", "refers_to", "unwrap_optimizer", "watch_unattached"]
 
@@ -87,7 +87,7 @@ def _refuser(engine: sshsdp.Engine) -> Any:
     return refuse
 
 
-def watch_unattached(optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
+def watch_unattached(optimizer: torch.optim.Optimizer, accelerator: accelerate.Accelerator) -> None:
     """Warn once if an optimizer is stepped whose model was never prepared."""
     is_first = True
 

@@ -7,13 +7,13 @@ Example:
 """
 
 from sshsdp.checkpoint.place import find_checkpoint
-from sshsdp.checkpoint.rendezvous import on_rank_0, together
 from sshsdp.checkpoint.store import (
     checkpoint_directory,
     read_checkpoint,
     write_checkpoint,
     write_checkpoint_file,
 )
+from sshsdp.comm.rendezvous import on_rank_0, together
 from sshsdp.engine.build import shard
 from sshsdp.engine.engine import Engine, UpdateParameter
 from sshsdp.formats.dense import DenseFormat

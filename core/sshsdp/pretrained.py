@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sshsdp.assembly.materialize import initial_value
 from sshsdp.checkpoint.chunks import ChunkedTensor
 from sshsdp.checkpoint.model_state import listed
-from sshsdp.checkpoint.rendezvous import together
 from sshsdp.checkpoint.safetensors_files import SafetensorsFiles
+from sshsdp.comm.rendezvous import together
+from sshsdp.comm.topology import resolve_mesh
 from sshsdp.engine.build import shard_without_values
-from sshsdp.engine.materialize import initial_value
-from sshsdp.engine.topology import resolve_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from sshsdp.engine.collect import UnitRule
+    from sshsdp.assembly.discovery import UnitRule
     from sshsdp.engine.engine import Engine
     from sshsdp.policies import RuntimePolicy, UpdatePolicy
 

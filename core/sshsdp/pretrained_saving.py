@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from sshsdp.checkpoint.rendezvous import together
 from sshsdp.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
+from sshsdp.checkpoint.state_entries import StateKind, state_entries
 from sshsdp.checkpoint.store import checkpoint_directory
-from sshsdp.engine.whole import StateKind, state_entries
+from sshsdp.comm.rendezvous import together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

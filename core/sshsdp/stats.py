@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from sshsdp.engine.collectives import WireBytes
+from sshsdp.comm.collectives import WireBytes
 
 __all__ = ["Stats"]
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
-from sshsdp.checkpoint import rendezvous
+from sshsdp.comm import rendezvous
 from tests.accelerate.models import Pair, loader, make
 from tests.accelerate.training import grouped, new_accelerator, step, warm_up
 from tests.support.matrices import iterating_in_full

@@ -10,7 +10,7 @@ from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
 from torch import nn
 
 from accelerate_sshsdp import SSHSDPPlugin, engine_of
-from sshsdp.engine.space_format import BlockSpaceFormat
+from sshsdp.spaces.space_format import BlockSpaceFormat
 from tests.accelerate.models import LENGTH, VOCABULARY, Pair, llama, loader, make
 from tests.accelerate.training import new_accelerator, train
 from tests.support.compare import assert_rounds_alike

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sshsdp.checkpoint.boxes import boxes
 from sshsdp.checkpoint.chunks import ChunkedTensor
+from sshsdp.layout.boxes import boxes
 from sshsdp.layout.pieces import Piece
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from sshsdp.checkpoint import rendezvous
-from sshsdp.checkpoint.rendezvous import together
+from sshsdp.comm import rendezvous
+from sshsdp.comm.rendezvous import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import sshsdp
-from sshsdp.checkpoint import rendezvous, store
+from sshsdp.checkpoint import store
+from sshsdp.comm import rendezvous
 from tests.checkpoint.training import make_sshsdp, train
 from tests.support.workers import WorkersFailedError
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 import sshsdp
-from sshsdp.engine.sections import BlockSide
+from sshsdp.spaces.mxfp8_side import BlockSide
 from tests.support.training import Recipe, make_optimizer, prepare_model, shard, subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sshsdp.engine.space import ShardedSpace
+    from sshsdp.spaces.space import ShardedSpace
 
 MESHES = [None, (1, 3), (2, 2), (3, 1), (4, 1)]
 

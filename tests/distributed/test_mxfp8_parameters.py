@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import sshsdp
-from sshsdp.engine.quantized import QuantizedParameter
-from sshsdp.engine.sections import BlockSide
+from sshsdp.parameters.quantized import QuantizedParameter
+from sshsdp.spaces.mxfp8_side import BlockSide
 from tests.support.compare import assert_within, relative_error
 from tests.support.multiples import Mixture, Odd
 from tests.support.training import Recipe, shard, subject_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sshsdp.engine.format_choice import takes_mxfp8
+from sshsdp.assembly.format_choice import takes_mxfp8
 from sshsdp.estimate.hardware import HARDWARE, find_hardware
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.padding_table import SHARDS, markdown
@@ -26,7 +26,7 @@ from sshsdp.layout.cuts import Cuts, elements, rows
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
 
 if TYPE_CHECKING:
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.parameters.slots import ParameterSlot
 
 CONFIGS = Path(__file__).with_name("configs")
 DOCS = Path(__file__).parents[2] / "docs"

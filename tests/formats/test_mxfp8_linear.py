@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from sshsdp.formats.mxfp8_backends import choose_backend
 from sshsdp.formats.mxfp8_blocks import BlockScaled, quantize
 from sshsdp.formats.mxfp8_emulation import Emulation
-from sshsdp.formats.mxfp8_gemm import choose_backend
 from sshsdp.formats.mxfp8_linear import MXFP8Operand, mxfp8_grouped_linear, mxfp8_linear
 from tests.support.compare import assert_within, relative_error
 from tests.support.mxfp8_reference import ReferenceLinear, rounded

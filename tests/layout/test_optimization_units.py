@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sshsdp import Split
-from sshsdp.engine.collect import collect_slots
-from sshsdp.engine.splits import resolve_splits
+from sshsdp.assembly.discovery import collect_slots
+from sshsdp.assembly.splits import resolve_splits
 from sshsdp.layout.optimization_units import optimization_units
 
 

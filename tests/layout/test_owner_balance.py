@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
-from sshsdp.engine.splits import resolve_splits
+from sshsdp.assembly.discovery import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.assembly.splits import resolve_splits
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.optimizers import optimizer_cost
 from sshsdp.layout.owners import assign_owners_on_mesh

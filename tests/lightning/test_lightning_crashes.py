@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import lightning_sshsdp
-from sshsdp.checkpoint import rendezvous
+from sshsdp.comm import rendezvous
 from tests.lightning.comparing import assert_same_weights, weights_of
 from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sshsdp.engine.collectives import Collectives
+from sshsdp.comm.collectives import Collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

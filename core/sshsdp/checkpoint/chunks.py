@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from sshsdp.checkpoint.boxes import Box, boxes
+from sshsdp.layout.boxes import Box, boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sshsdp.checkpoint.chunks import ChunkedTensor
-from sshsdp.engine.whole import EXTRA_STATE, StateKind, state_entries
+from sshsdp.checkpoint.state_entries import EXTRA_STATE, StateKind, state_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
-    from sshsdp.engine.slots import ParameterSlot
-    from sshsdp.engine.space import ShardedSpace
     from sshsdp.layout.pieces import Piece
+    from sshsdp.parameters.slots import ParameterSlot
+    from sshsdp.spaces.space import ShardedSpace
 
 __all__ = [
     "check_against",

@@ -24,18 +24,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sshsdp.checkpoint.model_state import chunked, empty, listed, top_level_names
 from sshsdp.checkpoint.nested import flatten, unflatten
-from sshsdp.engine.owned_space import OwnedTensor, is_owned
 from sshsdp.optim.blocks import dense
+from sshsdp.ownership.owned_space import OwnedTensor, is_owned
+from sshsdp.spaces.space import space_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
-    from sshsdp.engine.slots import ParameterSlot
-    from sshsdp.engine.space import UpdateTensor
     from sshsdp.layout.pieces import Piece
     from sshsdp.optim.binding import OptimizerBinding
+    from sshsdp.parameters.slots import ParameterSlot
+    from sshsdp.spaces.space import UpdateTensor
 
 __all__ = [
     "SavedOptimizer",
@@ -181,7 +182,7 @@ class _Cut:
             self._dtypes[slot, key] = value.dtype
             self._pieces.setdefault((slot, key), [])
         flat = value.reshape(-1)
-        for piece in update.slots[0].space.pieces_of(update):
+        for piece in space_of(update.slots[0]).pieces_of(update):
             data = flat[piece.offset : piece.offset + piece.numel]
             self._pieces[by_name[piece.name], key].append((piece, data))
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from sshsdp.checkpoint.optimizer_state import place_scalar
-from sshsdp.engine.owned_space import OwnedTensor
+from sshsdp.ownership.owned_space import OwnedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sshsdp.engine.owned_space import OwnedSpace
-    from sshsdp.engine.topology import Topology
+    from sshsdp.comm.topology import Topology
     from sshsdp.optim.binding import OptimizerBinding
+    from sshsdp.ownership.owned_space import OwnedSpace
 
 __all__ = ["gather_states", "scatter_states"]
 

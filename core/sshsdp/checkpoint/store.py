@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from sshsdp.checkpoint.model_state import listed, template, top_level_names
 from sshsdp.checkpoint.place import CheckpointPlace, find_checkpoint
-from sshsdp.checkpoint.rendezvous import on_rank_0, together
+from sshsdp.comm.rendezvous import on_rank_0, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from sshsdp.engine.agreement import agree
-from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.assembly.discovery import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.assembly.format_choice import choose_formats, format_table
+from sshsdp.assembly.materialize import holds_meta, materialize
+from sshsdp.assembly.packing import resolve_packs
+from sshsdp.assembly.patterns import check_patterns
+from sshsdp.assembly.splits import resolve_splits
+from sshsdp.comm.agreement import agree
+from sshsdp.comm.topology import Topology, mesh_sizes, resolve_mesh
 from sshsdp.engine.engine import Engine
-from sshsdp.engine.format_choice import choose_formats, format_table
-from sshsdp.engine.materialize import holds_meta, materialize
-from sshsdp.engine.packing import resolve_packs
-from sshsdp.engine.patterns import check_patterns
-from sshsdp.engine.space import ShardedSpace, plan_space
-from sshsdp.engine.space_format import BlockSpaceFormat, DenseSpaceFormat
-from sshsdp.engine.splits import resolve_splits
-from sshsdp.engine.topology import Topology, mesh_sizes, resolve_mesh
-from sshsdp.engine.unit import Unit
 from sshsdp.formats.dense import DenseFormat
 from sshsdp.formats.mxfp8 import MXFP8Format
-from sshsdp.formats.mxfp8_gemm import choose_backend
+from sshsdp.formats.mxfp8_backends import choose_backend
 from sshsdp.policies import RuntimePolicy, UpdatePolicy
+from sshsdp.spaces.space import ShardedSpace, plan_space
+from sshsdp.spaces.space_format import BlockSpaceFormat, DenseSpaceFormat
+from sshsdp.spaces.unit import Unit
 from sshsdp.stats import Stats
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from sshsdp.engine.collect import UnitRule
-    from sshsdp.engine.format_choice import FormatChoice
-    from sshsdp.engine.slots import ParameterSlot
-    from sshsdp.engine.space_format import SpaceFormat
+    from sshsdp.assembly.discovery import UnitRule
+    from sshsdp.assembly.format_choice import FormatChoice
     from sshsdp.formats.mxfp8_gemm import GemmBackend
     from sshsdp.layout.address_space import AddressSpace
+    from sshsdp.parameters.slots import ParameterSlot
+    from sshsdp.spaces.space_format import SpaceFormat
 
 __all__ = ["shard", "shard_without_values"]
 
@@ -144,7 +144,7 @@ def _build(
     agree(_describe(model, mesh, slots, plans, runtime, update), error, caller)
 
     stats = Stats()
-    topology = Topology.build(mesh, target, stats, update)
+    topology = Topology.build(mesh, target, stats.wire, update)
     _log_formats(choices, runtime)
     built = _Builder(model, topology, update, stats, takes_values=takes_values).build(plans)
     _place_buffers(model, topology)

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from sshsdp.engine.checkpointing import Checkpointing
+from sshsdp.engine.saving import Checkpointing
 from sshsdp.optim.clipping import clip_by_norm, total_norm
+from sshsdp.spaces.space import space_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sshsdp.engine.slots import ParameterSlot
-    from sshsdp.optim.binding import OptimizerBinding
-    from sshsdp.stats import Stats
+    from sshsdp.parameters.slots import ParameterSlot
 
 __all__ = ["GradientOperations"]
 
@@ -26,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 class GradientOperations(Checkpointing):
     """The part of the engine that looks at gradients between backward and step."""
-
-    _bindings: list[OptimizerBinding]
-    _stats: Stats
 
     @property
     def slots(self) -> list[ParameterSlot]:
@@ -81,7 +77,7 @@ class GradientOperations(Checkpointing):
         Returns:
             One 0-d tensor per param group, the same on every rank; 0 for a group without gradients.
         """
-        binding = self._binding_of(optimizer, "grad_norms")
+        binding = self._attachments.binding_of(optimizer, "grad_norms")
         groups: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for index, update in binding.updates():
             if update.tensor.grad is not None and update.tensor.numel():
@@ -107,10 +103,9 @@ class GradientOperations(Checkpointing):
         slot = next((slot for slot in self.slots if name in slot.aliases), None)
         if slot is None:
             raise KeyError(f"engine.gradient(): the model has no parameter {name!r}")
-        space = slot.space
+        space = space_of(slot)
         updates = [update for update in space.update_tensors if slot in update.slots]
-        bound = [slot for b in self._bindings for group in b.groups for slot in group]
-        if not space.trainable or slot not in bound:
+        if not space.trainable or slot not in self._attachments.bound_slots:
             reason = "in no attached optimizer" if space.trainable else "frozen"
             raise ValueError(f"engine.gradient(): parameter {name!r} is {reason}")
         has_gradient = torch.tensor(
@@ -142,27 +137,6 @@ class GradientOperations(Checkpointing):
             device=self.topology.device,
         )
 
-    def _skip_if_nonfinite(self, binding: OptimizerBinding) -> None:
-        """Have the optimizer find no gradients if one of them, on any rank, is not finite."""
-        updates = [update for _, update in binding.updates()]
-        gradients = [update.grad for update in updates if update.grad is not None]
-        found = torch.zeros((), dtype=torch.float32, device=self.topology.update_device)
-        if gradients:
-            # The largest magnitude is NaN or inf if any element is.
-            largest = torch.stack(
-                [grad.abs().amax() for grad in gradients if grad.numel()] or [found]
-            )
-            found = (~torch.isfinite(largest)).any().float()
-        flag = found.to(self.topology.device)
-        self.topology.world.all_reduce(flag, "nonfinite gradients", dist.ReduceOp.MAX).wait()
-        if not flag.item():
-            return
-        for update in updates:
-            update.tensor.grad = None
-        self._stats.skipped_steps += 1
-        if self.topology.world.rank == 0:
-            logger.warning("a gradient is not finite: this step changes nothing")
-
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip every gradient element to ``[-clip_value, clip_value]``. Local."""
         tensors = self._tensors_with_gradients("clip_grad_value_")
@@ -171,10 +145,12 @@ class GradientOperations(Checkpointing):
     def _tensors_with_gradients(
         self, caller: str, optimizer: torch.optim.Optimizer | None = None
     ) -> list[torch.Tensor]:
-        if not self._bindings:
+        if not self._attachments.bindings:
             raise RuntimeError(f"engine.{caller}() needs an attached optimizer: engine.attach(...)")
         if optimizer is None:
             updates = [update for space in self.spaces for update in space.update_tensors]
         else:
-            updates = [update for _, update in self._binding_of(optimizer, caller).updates()]
+            updates = [
+                update for _, update in self._attachments.binding_of(optimizer, caller).updates()
+            ]
         return [u.tensor for u in updates if u.tensor.grad is not None and u.tensor.numel()]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sshsdp.engine.format_choice import takes_mxfp8
+from sshsdp.assembly.format_choice import takes_mxfp8
 from sshsdp.estimate.loading import load_model
 from sshsdp.estimate.peers import dim0_padded_numel, lcm_padded_numel
 from sshsdp.estimate.planning import specs_by_unit
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from sshsdp.engine.slots import ParameterSlot
     from sshsdp.layout.cuts import Cuts
     from sshsdp.layout.unit_plan import ParameterSpec
+    from sshsdp.parameters.slots import ParameterSlot
 
 __all__ = ["SHARDS", "block_specs", "markdown", "our_padding", "padding_rows"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sshsdp.engine.collect import ROOT
+from sshsdp.assembly.discovery import ROOT
 from sshsdp.estimate.costs import ModelCost, model_cost
 from sshsdp.estimate.memory import RankMemory, rank_memory
 from sshsdp.estimate.peers import fsdp2_cost, hsdp_cost
@@ -25,8 +25,7 @@ from sshsdp.policies import RuntimePolicy, UpdatePolicy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sshsdp.engine.collect import UnitRule
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.assembly.discovery import UnitRule
     from sshsdp.estimate.hardware import Hardware
     from sshsdp.estimate.optimizers import OptimizerCost
     from sshsdp.estimate.step_time import Batch
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from sshsdp.layout.layout import Layout, UnitLayout
     from sshsdp.layout.unit_plan import ParameterSpec
     from sshsdp.packs import Pack
+    from sshsdp.parameters.slots import ParameterSlot
 
 __all__ = ["FORMATS", "Plan", "Scheme", "UnitRow", "make_plan"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
-from sshsdp.engine.format_choice import choose_formats
-from sshsdp.engine.packing import resolve_packs
-from sshsdp.engine.patterns import check_patterns
+from sshsdp.assembly.discovery import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.assembly.format_choice import choose_formats
+from sshsdp.assembly.packing import resolve_packs
+from sshsdp.assembly.patterns import check_patterns
 from sshsdp.formats.mxfp8 import MXFP8Format
 from sshsdp.formats.mxfp8_blocks import DATA_DTYPE
 from sshsdp.layout.cuts import elements
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sshsdp.engine.collect import UnitRule
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.assembly.discovery import UnitRule
     from sshsdp.layout.cuts import Cuts
+    from sshsdp.parameters.slots import ParameterSlot
     from sshsdp.policies import RuntimePolicy, UpdatePolicy
 
 __all__ = ["plan_layout", "specs_by_unit"]

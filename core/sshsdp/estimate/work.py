@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sshsdp.engine.collect import ROOT, collect_slots, find_unit_modules, unit_of_slot
+from sshsdp.assembly.discovery import ROOT, collect_slots, find_unit_modules, unit_of_slot
 
 if TYPE_CHECKING:
-    from sshsdp.engine.collect import UnitRule
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.assembly.discovery import UnitRule
+    from sshsdp.parameters.slots import ParameterSlot
 
 __all__ = ["ModelWork", "TransformerDims", "model_work"]
 

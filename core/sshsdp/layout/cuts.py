@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,19 @@ if TYPE_CHECKING:
     from sshsdp.layout.address_space import AddressSpace
     from sshsdp.layout.planner import RegionRequest
 
-__all__ = ["Cuts", "blocks", "elements", "illegal_cuts", "long_rows", "rows", "whole"]
+__all__ = [
+    "Cuts",
+    "Granularity",
+    "blocks",
+    "elements",
+    "illegal_cuts",
+    "long_rows",
+    "rows",
+    "whole",
+]
+
+# How finely an optimizer lets a parameter be cut: what it must see whole.
+Granularity = Literal["element", "block", "row", "matrix"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from sshsdp.engine.engine import Engine
 
 __all__ = ["ExponentialMovingAverage"]
+
+
+class _Engine(Protocol):
+    """What an average asks of an `sshsdp.Engine`."""
+
+    @property
+    def update_shards(self) -> list[torch.Tensor]: ...
+
+    def after_load(self) -> None: ...
+
+    def model_state_dict(self, shards: Sequence[torch.Tensor] | None = None) -> dict[str, Any]: ...
 
 
 class ExponentialMovingAverage:
@@ -27,7 +37,7 @@ class ExponentialMovingAverage:
         ...     evaluate(model)
     """
 
-    def __init__(self, engine: Engine, decay: float = 0.999) -> None:
+    def __init__(self, engine: _Engine, decay: float = 0.999) -> None:
         """Start from the present masters.
 
         Args:

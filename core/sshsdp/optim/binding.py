@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sshsdp.engine.owned_space import OwnedSpace, OwnedTensor
-from sshsdp.engine.parameter import ShardedParameter, slot_of
-from sshsdp.engine.row_binding import mark_rows
-from sshsdp.engine.space import UpdateTensor
 from sshsdp.optim.blocks import decide_by_parameter
 from sshsdp.optim.granularity import granularity_of
+from sshsdp.optim.row_binding import mark_rows
+from sshsdp.ownership.owned_space import OwnedSpace, OwnedTensor
+from sshsdp.parameters.sharded import ShardedParameter
+from sshsdp.parameters.slots import slot_of
+from sshsdp.spaces.space import UpdateTensor, space_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from sshsdp.engine.slots import ParameterSlot
-    from sshsdp.engine.space import ShardedSpace
+    from sshsdp.parameters.slots import ParameterSlot
+    from sshsdp.spaces.space import ShardedSpace
 
 __all__ = ["OptimizerBinding", "check_groups", "refuse_unattached_optimizers"]
 
@@ -136,7 +137,7 @@ class OptimizerBinding:
     def spaces(self) -> list[ShardedSpace]:
         """The spaces of its trainable parameters."""
         trainable = [slot for group in self.groups for slot in group if slot.space.trainable]
-        return list(dict.fromkeys(slot.space for slot in trainable))
+        return list(dict.fromkeys(space_of(slot) for slot in trainable))
 
     def check_may_move(self, spaces: Sequence[ShardedSpace]) -> None:
         """Refuse to move parameters that were stepped or have gradients.
@@ -188,7 +189,7 @@ class OptimizerBinding:
         for _, update in list(self.updates()):
             runs = _runs(update.slots, label)
             if len(runs) > 1:
-                space = update.slots[0].space
+                space = space_of(update.slots[0])
                 cut = [_make_update(space, run, within=update) for run in runs]
                 _split_state(self.optimizer, update, cut)
                 index = space.update_tensors.index(update)
@@ -226,7 +227,7 @@ class OptimizerBinding:
         return {k: _copy_scalar(v) for k, v in state.items() if not _is_flat(update, v)}
 
     def _state_of(self, slot: ParameterSlot) -> tuple[UpdateTensor | None, dict[str, Any]]:
-        for update in self.updates_of(slot.space):
+        for update in self.updates_of(space_of(slot)):
             if slot in update.slots:
                 return update, self.optimizer.state.get(update.tensor, {})
         return None, {}
@@ -335,7 +336,7 @@ def _carry_state_over(
     if isinstance(update, OwnedTensor):
         optimizer.state[update.tensor].update(_owned_state(update, states[0]))
         return
-    space = update.slots[0].space
+    space = space_of(update.slots[0])
     low = space.update_range[0] + update.start
     for key, first in states[0].items():
         if not isinstance(first, torch.Tensor) or first.shape != update.slots[0].shape:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sshsdp.engine.collect import find_unit_modules
-from sshsdp.engine.patterns import check_patterns
+from sshsdp.assembly.discovery import find_unit_modules
+from sshsdp.assembly.patterns import check_patterns
 from sshsdp.optim.muon import Muon
 
 if TYPE_CHECKING:

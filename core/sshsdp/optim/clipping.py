@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sshsdp.engine.collectives import Collectives
+    from sshsdp.comm.collectives import Collectives
 
 __all__ = ["clip_by_norm", "total_norm"]
 

@@ -20,7 +20,7 @@ from sshsdp.layout.owners import assign_owners
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sshsdp.engine.collectives import Collectives, Pending
+    from sshsdp.comm.collectives import Collectives, Pending
 
 __all__ = ["GramExchange", "split_by_size"]
 

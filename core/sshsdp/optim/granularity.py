@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from sshsdp.optim.blocks import block_size_of
 
-__all__ = ["Granularity", "granularity_of", "register_optimizer"]
+if TYPE_CHECKING:
+    from sshsdp.layout.cuts import Granularity
 
-Granularity = Literal["element", "block", "row", "matrix"]
+__all__ = ["granularity_of", "register_optimizer"]
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sshsdp.engine.row_binding import can_be_cut_by_rows
 from sshsdp.layout.optimization_units import OptimizationUnit
-from sshsdp.optim.granularity import Granularity, granularity_of
+from sshsdp.optim.granularity import granularity_of
+from sshsdp.optim.row_binding import can_be_cut_by_rows
 
 if TYPE_CHECKING:
     import torch
 
-    from sshsdp.engine.slots import ParameterSlot
+    from sshsdp.layout.cuts import Granularity
+    from sshsdp.parameters.slots import ParameterSlot
 
 __all__ = ["granularity_for", "matrices_for", "whole_matrix"]
 

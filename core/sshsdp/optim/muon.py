@@ -18,8 +18,8 @@ from sshsdp.optim.row_shards import row_shard_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from sshsdp.engine.collectives import Collectives
-    from sshsdp.optim.granularity import Granularity
+    from sshsdp.comm.collectives import Collectives
+    from sshsdp.layout.cuts import Granularity
 
 __all__ = ["Method", "Muon", "choose_method"]
 

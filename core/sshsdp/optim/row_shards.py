@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from sshsdp.engine.collectives import Collectives
+    from sshsdp.comm.collectives import Collectives
 
 __all__ = ["LocalRows", "RowShard", "row_shard_of"]
 
