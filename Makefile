@@ -17,8 +17,12 @@ SHOWN := sed -unE \
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+CORE_TESTS := tests/test_architecture.py tests/layout tests/formats tests/optim \
+	$(addprefix tests/distributed/test_,parity.py mxfp8_bits.py one_writer.py errors.py) \
+	tests/checkpoint/test_resume.py
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-numerics test-portable lint format bench clean
+.PHONY: help venv demo check test test-numerics test-portable lint format bench clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,7 +48,10 @@ demo: $(STAMP) ## Fine-tune SmolLM2-135M on the King James Bible, on two process
 
 test: $(STAMP) ## Run the tests.
 	@echo "Running all tests, most of them on two to four processes: about 25 minutes on 2 cores"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
+
+check: lint ## What to run while working: lint, and the tests of every layer's core; two minutes.
+	$(BIN)/python -m pytest -q $(CORE_TESTS)
 
 test-numerics: $(STAMP) ## Run the numerical tests with the oldest CPU instructions.
 	@echo "Running the tests that compare sums, without AVX: about 10 minutes on 2 cores"

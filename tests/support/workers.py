@@ -1,8 +1,9 @@
 """Worker processes that stay up while test after test runs on them.
 
-Importing torch takes seconds, making a gloo process group milliseconds. So the processes live as
-long as the test session, and every `WorkerPool.run` gets a process group of its own, of the size
-that it asks for. A run that fails or hangs ends the processes; the next one starts new ones.
+Importing torch takes seconds, making a gloo process group milliseconds. So the processes are forked
+from one that has imported it, and live as long as the test session; every `WorkerPool.run` gets a
+process group of its own, of the size that it asks for. A run that fails or hangs ends the
+processes; the next one starts new ones.
 
 Example:
     >>> results = pool.run(2, torch.distributed.get_rank)  # doctest: +SKIP
@@ -38,13 +39,24 @@ from tests.support.subject import SEED
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.context import ForkServerProcess
 
 __all__ = ["NUM_THREADS", "WorkerPool", "WorkersFailedError"]
 
 DEFAULT_TIMEOUT = 90.0
 # Of every process; more would wait for each other where ranks share a few cores.
 NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+# Imported once, by the process that workers are forked from: it takes seconds.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert",
+    "accelerate",
+    "lightning.pytorch",
+    "lightning.fabric",
+    "sshsdp",
+]
 # How long the other ranks may take to fail too, once one has: they often wait for it.
 GRACE_AFTER_FAILURE = 8.0
 
@@ -69,12 +81,13 @@ class _Worker:
     """One process, seen from the test session."""
 
     def __init__(self, rank: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.rank = rank
         self.stacks = folder / f"stacks.{rank}"
         self.connection: Connection
         self.connection, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(
+        self.process: ForkServerProcess = context.Process(
             target=_serve, args=(rank, theirs, self.stacks), daemon=True
         )
         self.process.start()
