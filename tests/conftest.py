@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from tests.support import margins
+from tests.support.interpreters import waiting_interpreter
 from tests.support.subject import in_double
 from tests.support.workers import NUM_THREADS, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.support.interpreters import Interpreter
 
 margins.install()
 
@@ -59,3 +62,10 @@ def worker_pool() -> Iterator[WorkerPool]:
 def workers(worker_pool: WorkerPool) -> Callable[[int], Workers]:
     """``workers(2).run(function, *args)`` calls a function on two ranks; results come by rank."""
     return functools.partial(Workers, worker_pool)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs programs in forks of a process that has imported torch; see `waiting_interpreter`."""
+    with waiting_interpreter() as interpreter:
+        yield interpreter

@@ -1,26 +1,31 @@
-"""Runs examples as a user does, in new processes."""
+"""Runs examples as a user does, in processes of their own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.support.interpreters import Interpreter
+
 ROOT = Path(__file__).parents[2]
 
 
 def run_example(
-    script: str, *options: str, cwd: Path | None = None, launcher: Sequence[str] = ()
+    interpreter: Interpreter,
+    script: str,
+    *options: str,
+    cwd: Path | None = None,
+    launcher: Sequence[str] = (),
 ) -> str:
-    """Run a script of ``examples/``, which is not to take this process for its launcher.
+    """Run a script of ``examples/``.
 
     Args:
+        interpreter: What runs it.
         script: Its name.
         *options: Of its command line.
         cwd: Where it runs.
@@ -29,18 +34,11 @@ def run_example(
     Returns:
         What it printed.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "core"), str(ROOT)])
-    environment["OMP_NUM_THREADS"] = "1"
     finished = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / script), *options],
+        [interpreter.executable, *launcher, str(ROOT / "examples" / script), *options],
         capture_output=True,
         text=True,
-        env=environment,
+        env=interpreter.environment,
         cwd=cwd,
         timeout=240,
         check=False,
@@ -49,8 +47,10 @@ def run_example(
     return finished.stdout
 
 
-def last_line(script: str, *options: str, launcher: Sequence[str] = ()) -> dict[str, Any]:
+def last_line(
+    interpreter: Interpreter, script: str, *options: str, launcher: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run a script whose last line is a JSON object; returns that."""
-    output = run_example(script, *options, launcher=launcher)
+    output = run_example(interpreter, script, *options, launcher=launcher)
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result

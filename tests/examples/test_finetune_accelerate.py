@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from running import ROOT, last_line
 from tiny_model import write_model, write_text
+
+if TYPE_CHECKING:
+    from tests.support.interpreters import Interpreter
 
 SIZE = (
     *("--steps", "6", "--batch-size", "2", "--accumulate", "2", "--sequence-length", "32"),
@@ -22,20 +27,26 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> dict[str, dict[str, Any]]:
     """The last lines of a run with the engine and of one with Accelerate's own DDP."""
     directory = tmp_path_factory.mktemp("finetune")
     write_text(directory / "text.txt")
     write_model(directory / "model", (directory / "text.txt").read_text(encoding="utf-8"))
     inputs = ("--model", str(directory / "model"), "--text", str(directory / "text.txt"))
 
-    def run(name: str, launcher: tuple[str, ...], *options: str) -> dict[str, Any]:
-        output = ("--output", str(directory / name))
-        return last_line(
-            "finetune_accelerate.py", *inputs, *SIZE, *output, *options, launcher=launcher
-        )
+    # The engine finds its file on the command line of the ranks' parent, which forks do not have.
+    fresh = replace(interpreter, executable=sys.executable)
 
-    return {"sshsdp": run("sshsdp", ACCELERATE), "ddp": run("ddp", TORCHRUN, "--plain")}
+    def run(how: Interpreter, name: str, launcher: tuple[str, ...], *options: str) -> Any:
+        arguments = (*inputs, *SIZE, "--output", str(directory / name), *options)
+        return last_line(how, "finetune_accelerate.py", *arguments, launcher=launcher)
+
+    return {
+        "sshsdp": run(fresh, "sshsdp", ACCELERATE),
+        "ddp": run(interpreter, "ddp", TORCHRUN, "--plain"),
+    }
 
 
 def test_the_loop_learns_the_text_and_goes_on_from_the_checkpoint(

@@ -13,11 +13,15 @@ from tiny_model import write_model, write_text
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.interpreters import Interpreter
+
 CONFIG = ("--config", str(ROOT / "examples" / "finetune_cli.yaml"))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> tuple[Path, tuple[str, ...]]:
     """Where a run of ``fit`` wrote, and the options that made it small."""
     directory = tmp_path_factory.mktemp("finetune")
     write_text(directory / "text.txt")
@@ -27,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]
         *("--data.sequence_length", "32", "--data.train", "96", "--data.held_out", "8"),
         *("--model.learning_rate", "3e-3", "--trainer.enable_model_summary", "false"),
     )
-    run_example("finetune_cli.py", "fit", *CONFIG, *size, cwd=directory)
+    run_example(interpreter, "finetune_cli.py", "fit", *CONFIG, *size, cwd=directory)
     return directory / "outputs" / "finetune_cli", size
 
 
@@ -47,11 +51,14 @@ def test_the_file_trains_the_model_and_logs_what_it_asks_for(
     assert any(row["lr-AdamW/pg1"] for row in rows)
 
 
-def test_another_command_validates_the_checkpoint(run: tuple[Path, tuple[str, ...]]) -> None:
+def test_another_command_validates_the_checkpoint(
+    run: tuple[Path, tuple[str, ...]], interpreter: Interpreter
+) -> None:
     folder, size = run
     last = folder / "checkpoints" / "last.ckpt"
     assert last.is_dir()
     printed = run_example(
+        interpreter,
         "finetune_cli.py",
         *("validate", *CONFIG, *size, "--ckpt_path", str(last)),
         cwd=folder.parents[1],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from running import last_line
 from tiny_model import write_model, write_text
+
+if TYPE_CHECKING:
+    from tests.support.interpreters import Interpreter
 
 SIZE = (
     *("--steps", "6", "--batch-size", "2", "--accumulate", "2", "--sequence-length", "32"),
@@ -16,7 +19,9 @@ SIZE = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> dict[str, dict[str, Any]]:
     """The last lines of a run with this strategy and of one with DDP."""
     directory = tmp_path_factory.mktemp("finetune")
     write_text(directory / "text.txt")
@@ -24,6 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     inputs = ("--model", str(directory / "model"), "--text", str(directory / "text.txt"))
     return {
         strategy: last_line(
+            interpreter,
             "finetune_fabric.py",
             *(*inputs, *SIZE, "--strategy", strategy, "--output", str(directory / strategy)),
         )

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.support.interpreters import Interpreter
+
 SIZE = (
     *("--steps", "6", "--batch-size", "2", "--accumulate", "2", "--sequence-length", "32"),
     *("--held-out", "8", "--learning-rate", "3e-3"),
@@ -21,7 +23,9 @@ SIZE = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> Callable[..., dict[str, Any]]:
     """Runs the example on two processes and returns its last line; each command line only once."""
     directory = tmp_path_factory.mktemp("finetune")
     write_text(directory / "text.txt")
@@ -31,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any
     def run_once(*options: str) -> dict[str, Any]:
         if options not in done:
             done[options] = last_line(
+                interpreter,
                 "finetune_lightning.py",
                 *("--model", str(directory / "model"), "--text", str(directory / "text.txt")),
                 *("--output", str(directory / f"output-{len(done)}"), *SIZE, *options),

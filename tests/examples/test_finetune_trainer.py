@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +13,33 @@ from tiny_model import write_model, write_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.support.interpreters import Interpreter
+
+CONFIGURATION = str(ROOT / "examples" / "finetune_accelerate.yaml")
 LAUNCHER = (
     *("-m", "accelerate.commands.launch", "--main_process_port", "0"),
-    *("--config_file", str(ROOT / "examples" / "finetune_accelerate.yaml")),
+    *("--config_file", CONFIGURATION),
 )
 SIZE = ("--batch-size", "2", "--sequence-length", "32", "--held-out", "8", "--steps", "12")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> Callable[..., dict[str, Any]]:
     """Run an example on a small model and a small text."""
     directory = tmp_path_factory.mktemp("trainer")
     write_text(directory / "text.txt")
     write_model(directory / "model", (directory / "text.txt").read_text(encoding="utf-8"))
     inputs = ("--model", str(directory / "model"), "--text", str(directory / "text.txt"))
 
+    # The command line that the engine would find the file on is not that of a fork's parent.
+    environment = {**interpreter.environment, "SSHSDP_CONFIG_FILE": CONFIGURATION}
+    how = replace(interpreter, environment=environment)
+
     def run_one(script: str, name: str, *options: str) -> dict[str, Any]:
         output = ("--output", str(directory / name))
-        return last_line(script, *inputs, *SIZE, *output, *options, launcher=LAUNCHER)
+        return last_line(how, script, *inputs, *SIZE, *output, *options, launcher=LAUNCHER)
 
     return run_one
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.support.interpreters import Interpreter
+
 ROOT = Path(__file__).parents[2]
-needs_install = pytest.mark.skipif(
-    not entry_points(group="torch.backends", name="sshsdp_lightning"),
-    reason="Lightning knows the strategy without an import only where the package is installed",
-)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
@@ -31,24 +28,19 @@ def program(heading: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "launcher"),
     [
-        pytest.param("With Lightning", (), marks=needs_install),
+        ("With Lightning", ()),
         ("With Accelerate", TORCHRUN),
         ("In your own loop", TORCHRUN),
     ],
 )
 def test_the_program_runs_on_two_processes(
-    heading: str, launcher: tuple[str, ...], tmp_path: Path
+    heading: str, launcher: tuple[str, ...], tmp_path: Path, interpreter: Interpreter
 ) -> None:
     (tmp_path / "train.py").write_text(program(heading), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
     finished = subprocess.run(
-        [sys.executable, *launcher, "train.py"],
+        [interpreter.executable, *launcher, "train.py"],
         cwd=tmp_path,
-        env=environment,
+        env=interpreter.environment,
         capture_output=True,
         text=True,
         timeout=240,

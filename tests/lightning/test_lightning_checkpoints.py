@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from tests.lightning.modules import LanguageModule, make_trainer, token_loader
 
 if TYPE_CHECKING:
     from tests.lightning.conftest import Ranks
+    from tests.support.interpreters import Interpreter
 
 FORMATS = ["sharded", "full"]
 GLOBAL_BATCH = 4
@@ -142,13 +142,14 @@ class TestConsolidation:
 
     @pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric"])
     def test_consolidated_checkpoints_are_ordinary_ones(
-        self, two_ranks: Ranks, tmp_path: Path, package: str
+        self, two_ranks: Ranks, interpreter: Interpreter, tmp_path: Path, package: str
     ) -> None:
         path, whole = tmp_path / "sharded.ckpt", tmp_path / "whole.ckpt"
         weights = two_ranks.run(_fit_and_save, "sharded", 1, str(path), None)[0]
         command = f"{package}.utilities.consolidate_checkpoint"
         subprocess.run(
-            [sys.executable, "-m", command, str(path), "--output_file", str(whole)],
+            [interpreter.executable, "-m", command, str(path), "--output_file", str(whole)],
+            env=interpreter.environment,
             check=True,
             timeout=100,
         )
